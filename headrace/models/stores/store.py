@@ -29,6 +29,8 @@ INDEX_NAME = "index.json"
 """Object that lists the versions, `{"digits": ["1", "2"]}`: HTTPS itself has no listings."""
 
 _MANIFEST = re.compile(rf"([^/]+)/([1-9][0-9]{{0,17}})/{re.escape(MANIFEST_NAME)}")
+_BEHIND_END = "status code: 416"
+"""In the library's error for a range that begins behind the end of an object."""
 _DURATION = re.compile(r" in [0-9.]+(?:ns|µs|ms|s)(?= )")
 
 
@@ -147,13 +149,19 @@ class Store:
         return self._attempt(key, get, within_s)
 
     def read_range(self, key: str, start: int, length: int) -> bytes:
-        """Return a part of an object; see `read`."""
+        """Return a part of an object, less or nothing where that ends before; see `read`."""
         import obstore
+        from obstore import exceptions
 
-        return self._attempt(
-            key,
-            lambda: bytes(obstore.get_range(self._objects, key, start=start, length=length)),
-        )
+        def get() -> bytes:
+            try:
+                return bytes(obstore.get_range(self._objects, key, start=start, length=length))
+            except exceptions.BaseError as error:
+                if _BEHIND_END not in str(error):
+                    raise
+                return b""
+
+        return self._attempt(key, get)
 
     def write(self, key: str, content: bytes | Path) -> None:
         """Write an object, from bytes or from a file; see `read`."""

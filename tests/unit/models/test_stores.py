@@ -31,10 +31,11 @@ from headrace.models.stores.cache import CacheSize, ModelCache
 from headrace.models.stores.copying import pull_version, push_version
 from headrace.models.stores.eviction import Cached, Room, make_room
 from headrace.models.stores.remote import RemoteRepository
-from headrace.models.stores.store import ObjectChanged, Store, StoreUnavailable
+from headrace.models.stores.store import ObjectChanged, Store, StoreUnavailable, open_store
 from headrace.protocol.control import WantedModel
 from headrace.tuning import ModelTuning
 from tests.support.models import add_version, digits
+from tests.support.s3_server import s3_server
 
 EIGHT = {"max_batch_size": 8}
 CREATED = datetime(2026, 1, 2, tzinfo=UTC)
@@ -90,7 +91,7 @@ def store() -> OutageStore:
 
 
 def upload(
-    store: OutageStore,
+    store: Store,
     scratch: Path,
     number: int = 1,
     config: str = "",
@@ -558,6 +559,23 @@ def test_version_in_use_by_another_process_is_kept(store: OutageStore, tmp_path:
         models.open()
         assert "versions in use" in states(models)["digits/2"]
         assert lock.exists()
+
+
+@pytest.mark.parametrize("left_bytes", [0, 500, 2000])
+def test_object_that_is_shorter_than_manifest_says_is_no_outage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_bytes: int
+) -> None:
+    """Also where it ends before the next range; to read it again would not help."""
+    with s3_server() as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        store = open_store("s3://models", TUNING)
+        upload(store, tmp_path / "made")
+        content = (tmp_path / "made" / "digits" / "1" / "model.onnx").read_bytes()[:left_bytes]
+        store.write("digits/1/model.onnx", content)
+        models = open_models(store, tmp_path / "cache")
+        assert models.open().outages == ()
+    assert f"got {left_bytes} bytes" in states(models)["digits/1"]
 
 
 def test_download_of_another_process_that_takes_too_long_is_an_outage(
