@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from headrace.clock import wall_clock_us
+from headrace.consumer.ready_queue import PolledRecords
 from headrace.consumer.source import Source
 from headrace.crash_isolation.isolation import Isolation, is_isolated
 from headrace.delivery.failures import poisoned_failure, rejection, split_ended
@@ -171,31 +172,35 @@ class BatchReceiver:
 
     async def run(self) -> None:
         """Read until the source stops. A batch whose values are read first is queued later."""
-        values = self._values
         async with self._tasks:
             while (delivery := await self._source.receive()) is not None:
-                isolation = delivery.isolation
-                refused: list[Request] = []
-                for record in delivery.records:
-                    batch = self._admit(delivery.assignment, record, isolation)
-                    if batch is None:
-                        continue
-                    if self._heartbeat is not None:
-                        self._heartbeat.received(batch)
-                    missing = [] if values is None else values.not_shared(batch.requests)
-                    if values is not None and missing:
-                        work = self._complete(values, missing, batch, record.offset, isolation)
-                        if isolation is None:
-                            self._tasks.start(work, "read-source-values")
-                        else:  # records under suspicion are handled one after another
-                            await work
-                    else:
-                        refused += self._enqueue_received(batch, record.offset, isolation)
-                self.batch_queue.notify()
-                if refused:
-                    await self._answers.send(refused)
+                await self._queue_received(delivery)
+                # Otherwise the last batches would stay in memory while the next one is awaited.
+                del delivery
         self.batch_queue.close()
         self._answers.close()
+
+    async def _queue_received(self, delivery: PolledRecords) -> None:
+        values, isolation = self._values, delivery.isolation
+        refused: list[Request] = []
+        for record in delivery.records:
+            batch = self._admit(delivery.assignment, record, isolation)
+            if batch is None:
+                continue
+            if self._heartbeat is not None:
+                self._heartbeat.received(batch)
+            missing = [] if values is None else values.not_shared(batch.requests)
+            if values is not None and missing:
+                work = self._complete(values, missing, batch, record.offset, isolation)
+                if isolation is None:
+                    self._tasks.start(work, "read-source-values")
+                else:  # records under suspicion are handled one after another
+                    await work
+            else:
+                refused += self._enqueue_received(batch, record.offset, isolation)
+        self.batch_queue.notify()
+        if refused:
+            await self._answers.send(refused)
 
     async def _complete(
         self,

@@ -227,6 +227,8 @@ class BatchDispatcher:
             requests = [request for each in batches for request in each.requests]
             self._limiter.record_write(len(requests), input_bytes(requests), time.monotonic())
             await self._write(target, batches)
+            # Otherwise the last batches would stay in memory while this waits.
+            del batch, batches, requests
 
     def _is_other_idle(self, target: _SlotConsumer) -> bool:
         """Return True if another executor of the same model has nothing to do."""

@@ -393,29 +393,45 @@ class SourceValues:
         last: dict[int, asyncio.Task[None]] = {}
         async with tasks:
             while (chunk := await incoming.receive()) is not None:
-                missing = self.not_shared(chunk)
-                if any(each.envelope.claim is not None for each in missing):
-                    chunk = await self._pass_claims(chunk, missing, tasks, outgoing, ended)
-                    missing = self.missing(chunk)
-                if not chunk:
-                    continue
-                partition = chunk[0].partition
-                before = last.pop(partition, None)
-                if before is not None and before.done():
-                    before = None
-                if not missing and before is None:
-                    await outgoing.send(chunk)
-                    continue
-                work = self._complete(chunk, missing, before, outgoing, ended)
-                if is_isolated(chunk[0]):  # then all are, and nothing else may run meanwhile
-                    await work
-                    continue
-                task = tasks.start(work, f"read-source-{partition}")
-                if task is not None:
-                    last[partition] = task
+                await self._pass(chunk, tasks, last, outgoing, ended)
+                # Otherwise the last chunk would stay in memory while the next one is awaited.
+                del chunk
         outgoing.close()
         if ended is not None:
             ended.close()
+
+    async def _pass(
+        self,
+        chunk: list[Request],
+        tasks: StageTasks,
+        last: dict[int, asyncio.Task[None]],
+        outgoing: SendStream[list[Request]],
+        ended: SendStream[list[Request]] | None,
+    ) -> None:
+        """Send a chunk, or start a task that does once the values are read.
+
+        `last` has the last task of each partition.
+        """
+        missing = self.not_shared(chunk)
+        if any(each.envelope.claim is not None for each in missing):
+            chunk = await self._pass_claims(chunk, missing, tasks, outgoing, ended)
+            missing = self.missing(chunk)
+        if not chunk:
+            return
+        partition = chunk[0].partition
+        before = last.pop(partition, None)
+        if before is not None and before.done():
+            before = None
+        if not missing and before is None:
+            await outgoing.send(chunk)
+            return
+        work = self._complete(chunk, missing, before, outgoing, ended)
+        if is_isolated(chunk[0]):  # then all are, and nothing else may run meanwhile
+            await work
+            return
+        task = tasks.start(work, f"read-source-{partition}")
+        if task is not None:
+            last[partition] = task
 
     async def _pass_claims(
         self,

@@ -179,6 +179,7 @@ class IngestService:
     async def _read_all(self) -> None:
         while (polled := await self._source.receive()) is not None:
             assignment, records = polled.assignment, iter(polled.records)
+            read: list[Request] = []
             if polled.skipped is not None:
                 await self._sender.send_skipped(assignment, polled.skipped)
             while length_hint(records, 1) and not assignment.revoked:
@@ -192,6 +193,8 @@ class IngestService:
                 is_far_ahead = ahead > self._tuning.far_ahead_requests
                 pause_s = self._tuning.far_ahead_pause_s if is_far_ahead else 0.0
                 await asyncio.sleep(len(read) * pause_s)
+            # Otherwise the last chunk would stay in memory while the next one is awaited.
+            del polled, records, read
 
     async def _dispatch(self, polled: PolledRecords, requests: Sequence[Request]) -> None:
         """Send on the requests that are complete, and let the others wait."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from headrace.delivery.inflight import (
 )
 from headrace.delivery.ordering import KeyChains
 from headrace.errors import Code
+from headrace.log.port import Record
 from headrace.models.registry import Models
 from headrace.protocol.messages import Envelope, Failure, Request
 from headrace.services.ingest.decode import Admission, IngestRules
@@ -168,6 +170,48 @@ async def test_slow_records_do_not_block_event_loop(models: Models) -> None:
 
     assert len(able) == 50
     assert turns >= 50
+
+
+class Chunk(list[Record]):
+    """Records whose end in memory can be seen."""
+
+
+class ForgettingSource(RecordSource):
+    """A source of one chunk, which it does not keep.
+
+    Attributes:
+        is_chunk_alive: whether the chunk was in memory when the next one was awaited.
+    """
+
+    is_chunk_alive = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._chunk: weakref.ref[Chunk] | None = None
+
+    async def receive(self) -> PolledRecords | None:
+        if self._chunk is None:
+            polled = delivery(digits_value())
+            chunk = Chunk(polled.records)
+            self._chunk = weakref.ref(chunk)
+            return polled._replace(records=chunk)
+        self.is_chunk_alive = self._chunk() is not None
+        return None
+
+
+async def test_waiting_ingest_does_not_keep_last_chunk(models: Models) -> None:
+    """An answered value is charged to no budget, and may be as large as a record can be."""
+    source = ForgettingSource()
+
+    await IngestService(
+        source,  # type: ignore[arg-type]  # what is used of it
+        Tray(),
+        Tray(),
+        IngestRules(models.catalog, LimitSettings()),
+        make_instruments(StillClock(NOW_US)),
+    ).run()
+
+    assert not source.is_chunk_alive
 
 
 async def test_ingest_stops_reading_revoked_partition(models: Models) -> None:

@@ -29,7 +29,7 @@ from headrace.tuning import TUNING, TransportTuning
 from tests.support.conditions import eventually
 from tests.support.logs import write_to
 from tests.support.services import digits_models
-from tests.support.work import TestReceipt, Tray, make_request
+from tests.support.work import TestReceipt, Tray, make_request, requests_alive
 
 PARTITIONS = 4
 BATCHES = [TopicPartition("batches", number) for number in range(PARTITIONS)]
@@ -168,6 +168,17 @@ async def test_dispatcher_sends_two_batches_for_each_instance(tmp_path: Path) ->
         await bench.announce("a", 1, 3, instances=2)
         await heard(bench, 1)
         await bench.settles(4)
+
+
+async def test_waiting_dispatcher_does_not_keep_last_batch(tmp_path: Path) -> None:
+    """What is written is charged to no budget, with all of its inputs."""
+    before = requests_alive()
+    async with running(tmp_path) as bench:
+        await bench.announce("a", 1)
+        await heard(bench, 1)
+        await bench.settles(2)
+
+        assert requests_alive() == before
 
 
 async def test_burst_is_divided_among_idle_executors(tmp_path: Path) -> None:

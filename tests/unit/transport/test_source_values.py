@@ -28,7 +28,7 @@ from headrace.tuning import TUNING, TransportTuning
 from tests.support.claim_store import StandInStore
 from tests.support.conditions import eventually
 from tests.support.logs import write
-from tests.support.work import TestReceipt, Tray, make_request, receipt_of
+from tests.support.work import TestReceipt, Tray, make_request, receipt_of, requests_alive
 
 TOPIC = "requests"
 SOURCE = TopicPartition(TOPIC, 0)
@@ -414,6 +414,31 @@ async def test_pump_keeps_order_of_partition_and_lets_others_pass() -> None:
 
     assert stage.requests == [other, late, behind]
     assert (stage.closed, ended.closed, ended.requests) == (True, True, [])
+
+
+async def test_waiting_pump_does_not_keep_last_chunk() -> None:
+    """A request that was answered is charged to no budget, with all of its value."""
+    before = requests_alive()
+
+    class Incoming:
+        def __init__(self) -> None:
+            self.left = [[make_request()]]
+            self.kept = 0
+
+        async def receive(self) -> list[Request] | None:
+            if self.left:
+                return self.left.pop()
+            self.kept = requests_alive() - before
+            return None
+
+    class Outgoing(Tray):
+        async def send(self, chunk: list[Request]) -> None:
+            pass
+
+    incoming = Incoming()
+    await values_from(CountingLog()).pump(incoming, Outgoing(), Tray())
+
+    assert incoming.kept == 0
 
 
 async def test_pump_sends_failed_requests_elsewhere() -> None:

@@ -40,7 +40,7 @@ from headrace.transport.topic_io import (
 from headrace.tuning import TUNING
 from tests.support.conditions import DEADLINE_S, eventually
 from tests.support.logs import write_to
-from tests.support.work import Tray, make_request, receipt_of
+from tests.support.work import Tray, make_request, receipt_of, requests_alive
 
 TOPIC = "topic"
 PARTITION = TopicPartition(TOPIC, 0)
@@ -406,6 +406,27 @@ async def test_received_batches_go_to_consumers_of_their_model() -> None:
     assert in_flight == [1, 1, 1, 0]
     assert [receipt_of(one).acked for one in sent] == [1, 1, 1]
     assert refused.requests == []
+
+
+async def test_waiting_receiver_does_not_keep_last_batch() -> None:
+    """A request that was answered is charged to no budget, with all of its inputs."""
+    log = await make_log()
+    await write_batches(log, Batch("b-1", [make_request(inputs=PIXELS)], "full"))
+    before = requests_alive()
+
+    async with reading(log) as source:
+        feed = BatchReceiver(source, Tray(), lambda _name, _version: None)
+        running = asyncio.create_task(feed.run())
+        batch = await feed.batch_queue.consumer(("digits", "1")).pull()
+        assert batch is not None
+        batch.requests[0].ack_handle.ack()
+        await eventually(lambda: is_committed(log, 1))
+        del batch
+        kept = requests_alive() - before
+        source.stop_reading()
+        await running
+
+    assert kept == 0
 
 
 async def test_batch_with_request_before_the_offset_before_it_is_dropped() -> None:
