@@ -206,7 +206,7 @@ class TokensTransform(_MediaTable):
     decode: str = ""
     """Output with ids, whose texts are a further output."""
     truncate: bool = False
-    """Shorten texts to `max_tokens`; otherwise longer ones are refused."""
+    """Shorten texts to `max_tokens`, or to a narrower input; otherwise longer ones are refused."""
     max_tokens: Annotated[int, Field(ge=1, le=1_000_000), NOT_BOOL] = 512
     max_bytes: Annotated[int, Field(ge=1, le=2**31 - 1), NOT_BOOL] | None = None
     """Most bytes of a text, which are checked before it is split; by default 16 for each token."""

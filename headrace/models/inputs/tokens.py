@@ -54,13 +54,19 @@ class _Library(Protocol):
     Attributes:
         pad_id: id that fills rows; 0 if the tokenizer has none.
         size: one more than the largest id.
+        special_count: tokens that it puts around the texts of a row.
     """
 
     pad_id: int
     size: int
+    special_count: int
+
+    def truncate(self, most: int) -> None:
+        """Shorten rows to so many tokens from now on."""
+        ...
 
     def encode(self, row: _Row) -> _Encoded:
-        """Return the tokens of a row, truncated if the settings say so."""
+        """Return the tokens of a row."""
         ...
 
     def decode(self, ids: list[int]) -> str:
@@ -85,6 +91,15 @@ class Tokens:
         self._encoder = _open(config, directory)
         spec = next(spec for spec in signature.inputs if spec.name == config.ids)
         self._width = spec.shape[1]
+        most = config.max_tokens if self._width < 0 else min(config.max_tokens, self._width)
+        if most <= self._encoder.special_count:
+            raise _unfit(
+                f"max_tokens and {config.ids} with room for a token beside the "
+                f"{self._encoder.special_count} that {config.tokenizer} adds",
+                f"room for {most}",
+            )
+        if config.truncate:
+            self._encoder.truncate(most)
         self._pad_id = int(spec.pad) if signature.buckets else self._encoder.pad_id
         self._max_bytes = config.max_bytes or 16 * config.max_tokens
         self._has_mask = any(spec.name == config.mask for spec in signature.inputs)
@@ -346,12 +361,16 @@ class _Tokenizer:
         self.size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        if config.truncate:
-            self._tokenizer.enable_truncation(config.max_tokens)
         self._special_tokens = config.special_tokens
+        self.special_count = 0
+        if config.special_tokens:
+            self.special_count = self._tokenizer.num_special_tokens_to_add(bool(config.pair))
         self._has_offsets = bool(config.offsets)
         if config.bos or config.eos:
             raise _unfit("bos and eos only for SentencePiece", config.tokenizer)
+
+    def truncate(self, most: int) -> None:
+        self._tokenizer.enable_truncation(most)
 
     def encode(self, row: _Row) -> _Encoded:
         text = row.text if row.pair is None else (row.text, row.pair)
@@ -375,13 +394,15 @@ class _SentencePiece:
         self._tail = [int(self._processor.eos_id())] if config.eos else []
         if min([*self._head, *self._tail], default=0) < 0:
             raise _unfit("a model with tokens for bos and eos", config.tokenizer)
-        self._room = None
-        if config.truncate:
-            self._room = max(0, config.max_tokens - len(self._head) - len(self._tail))
+        self.special_count = len(self._head) + len(self._tail)
+        self._room: int | None = None
         if config.pair or config.offsets or not config.special_tokens:
             raise _unfit(
                 "pair, offsets and special_tokens only with a tokenizer.json", config.tokenizer
             )
+
+    def truncate(self, most: int) -> None:
+        self._room = most - self.special_count
 
     def encode(self, row: _Row) -> _Encoded:
         found = self._processor.encode(row.text, out_type=int)

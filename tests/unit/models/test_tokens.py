@@ -213,6 +213,35 @@ def test_truncated_text_keeps_the_tokens_of_sentencepiece_around_it(directory: P
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "text.model"])
+def test_text_is_truncated_to_narrower_input(directory: Path, file: str) -> None:
+    """`max_tokens` is larger by default than most models' inputs of a fixed width."""
+    inputs = {"input_ids": [-1, 8], "attention_mask": [-1, 8]}
+    tokens = tokens_of(directory, inputs, tokenizer=file, truncate=True)
+
+    got = convert(tokens, b"ab cd ef " * 40, "text/plain")
+
+    assert got["input_ids"].shape == (1, 8)
+    assert got["attention_mask"].all()
+
+
+@pytest.mark.parametrize(
+    ("width", "settings"),
+    [
+        (-1, {"max_tokens": 2}),
+        (2, {"truncate": True}),
+        (-1, {"max_tokens": 3, "pair": "question"}),
+        (-1, {"max_tokens": 1, "tokenizer": "text.model", "bos": True}),
+    ],
+)
+def test_width_without_room_beside_special_tokens_is_refused_at_load(
+    directory: Path, width: int, settings: dict[str, Any]
+) -> None:
+    """Every text would be an error of its caller."""
+    with pytest.raises(ConfigurationError, match=r"room for a token beside the [123] that"):
+        tokens_of(directory, {"input_ids": [-1, width], "attention_mask": FREE}, **settings)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "text.model"])
 def test_thousand_rows_of_ids_are_the_texts_that_the_library_gives(
     directory: Path, file: str
 ) -> None:
@@ -318,6 +347,10 @@ class StandInTokenizer:
 
     def no_truncation(self) -> None:
         """It has none."""
+
+    def num_special_tokens_to_add(self, _is_pair: bool) -> int:
+        """It adds none."""
+        return 0
 
     def encode_batch(self, *_: Any, **_more: Any) -> Any:
         """Raise."""
