@@ -195,6 +195,30 @@ class RecordTransform(_Group):
     """Columns of each input of the model."""
 
     @model_validator(mode="after")
+    def _csv_can_be_read(self) -> Self:
+        names = self.columns
+        if "" in names or len(set(names)) < len(names):
+            shown = ", ".join(map(repr, names))
+            raise ValueError(f"columns: expected distinct names, none of them empty, got {shown}")
+        if self.delimiter in '"\r\n':
+            raise ValueError(
+                f"delimiter: expected neither a quotation mark nor a line end, "
+                f"got {self.delimiter!r}"
+            )
+        missing = [
+            each.path
+            for columns in self.inputs.values()
+            for each in columns
+            if each.default is None and each.path not in names
+        ]
+        if self.format == "csv" and names and missing:
+            raise ValueError(
+                f"inputs: expected each path among columns, {', '.join(names)}, or with a default "
+                f"beside it, got {missing[0]}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _protobuf_is_complete(self) -> Self:
         if bool(self.protobuf_descriptors) != bool(self.protobuf_message):
             raise ValueError("protobuf_descriptors, protobuf_message: expected both, or none")

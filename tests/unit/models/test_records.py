@@ -472,6 +472,35 @@ def test_one_column_fills_flat_input() -> None:
 
 
 @pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            'columns = ["amount", "amount"]',
+            "columns: expected distinct names, none of them empty, got 'amount', 'amount'",
+        ),
+        (
+            'columns = ["amount", ""]',
+            "columns: expected distinct names, none of them empty, got 'amount', ''",
+        ),
+        (
+            "delimiter = '\"'",
+            "delimiter: expected neither a quotation mark nor a line end, got '\"'",
+        ),
+        (
+            'format = "csv"\ncolumns = ["amuont", "customer.age"]',
+            "inputs: expected each path among columns, amuont, customer.age, or with a default "
+            "beside it, got amount",
+        ),
+    ],
+)
+def test_csv_that_no_record_can_be_read_from_is_fault_of_configuration(
+    keys: str, message: str
+) -> None:
+    """Each record would be refused, or have the value of another column."""
+    assert message in fault(TWO, more=keys)
+
+
+@pytest.mark.parametrize(
     ("columns", "datatype", "message"),
     [
         ('{ path = "a", mean = 1 }', "INT64", "for an input of floats, got INT64"),
