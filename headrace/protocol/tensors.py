@@ -272,7 +272,11 @@ def join_elements(elements: Sequence[Any], where: str = "array") -> bytes:
 def _raw(array: NDArray[Any], datatype: Datatype) -> memoryview:
     # bfloat16 has no buffer format of its own, so every dtype is viewed as plain bytes.
     little = np.ascontiguousarray(array, dtype=datatype.dtype)
-    return little.reshape(-1).view(np.uint8).data
+    content = little.reshape(-1).view(np.uint8)
+    # NumPy takes any byte but 0 for true, the protocol 1 alone.
+    if little.dtype.kind == "b" and (content > 1).any():
+        content = np.minimum(content, 1)
+    return content.data
 
 
 def split_rows(
@@ -299,7 +303,8 @@ def split_rows(
     row_bytes = datatype.itemsize * math.prod(array.shape[1:])
     if row_bytes > TUNING.protocol.copied_row_bytes:
         return _cut_up(_raw(array, datatype), row_bytes, rows)
-    content = array.tobytes() if array.dtype == datatype.dtype else _raw(array, datatype).tobytes()
+    is_raw = array.dtype == datatype.dtype and array.dtype.kind != "b"
+    content = array.tobytes() if is_raw else _raw(array, datatype).tobytes()
     if rows.count(1) == len(rows):  # as for most requests
         return list(_single_rows(row_bytes, len(rows)).unpack_from(content))
     return _cut_up(content, row_bytes, rows)

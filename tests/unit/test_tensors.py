@@ -127,6 +127,17 @@ def test_bytes_tensor_with_wrong_lengths_is_refused(
     assert fragment in refusal("BYTES", shape, content)
 
 
+def test_truth_value_of_other_byte_than_1_is_written_as_1() -> None:
+    """A model in Python may view bytes as truth values, and JSON would have another one of 2 than a
+    caller who reads the bytes.
+    """
+    array = np.array([[0, 1], [2, 255]], np.uint8).view(np.bool_)
+
+    written = bytes(from_array("y", array).data), b"".join(split_rows("y", array, [1, 1]))
+
+    assert written == (b"\0\1\1\1", b"\0\1\1\1")
+
+
 @pytest.mark.parametrize("shape", [[0], [0, 64], [3, 0], []])
 def test_empty_tensor_and_scalar_are_accepted(shape: list[int]) -> None:
     """Whether a batch may be empty is for the model's signature to say."""
