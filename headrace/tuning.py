@@ -778,6 +778,8 @@ class BatcherTuning(Struct, frozen=True):
     """Deadlines of requests that no longer wait to keep before they are removed."""
     max_stale_entries: int = 32
     """Outdated entries of any other queue to keep before they are removed."""
+    max_stale_bytes: int = 1024 * 1024
+    """Bytes of inputs of ended requests to keep in a queue before these are removed."""
 
 
 class ExecutorTuning(Struct, frozen=True):

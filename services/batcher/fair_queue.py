@@ -36,12 +36,14 @@ class Fifo:
             shape classes.
         deadlines: requests with an earlier deadline than all later arrivals (a monotonic queue):
             the first has the earliest.
+        ended, ended_bytes: number and size of the requests in it that have ended.
     """
 
     __slots__ = (
         "_tuning",
         "deadlines",
         "ended",
+        "ended_bytes",
         "head_start_us",
         "priority",
         "requests",
@@ -55,7 +57,7 @@ class Fifo:
         self.head_start_us = priority * tuning.priority_step_us
         self.requests: deque[Request] = deque()
         self.deadlines: deque[Request] = deque()
-        self.ended = 0
+        self.ended = self.ended_bytes = 0
 
     def add_deadlines(self, requests: Sequence[Request]) -> None:
         """Record the deadlines of the requests queued last."""
@@ -70,7 +72,7 @@ class Fifo:
         """Return the oldest request that has not ended; None if there is none."""
         requests = self.requests
         while requests and requests[0].failure is not None:
-            self.pop()
+            self.ended_bytes -= self.pop().size_bytes
             self.ended -= 1
         return requests[0] if requests else None
 
@@ -82,15 +84,20 @@ class Fifo:
             deadlines.popleft()
         return request
 
-    def count_ended(self) -> None:
-        """Count an ended request; it is removed when it is first, or together with many others."""
+    def count_ended(self, size_bytes: int) -> None:
+        """Count an ended request; it is removed when it is first, or together with others: many, or
+        large ones, whose bytes are charged to no budget any more.
+        """
         self.ended += 1
+        self.ended_bytes += size_bytes
         self.first()  # mostly it is: with equal timeouts requests expire in their order
-        if self.ended > self._tuning.max_stale_entries and self.ended * 2 > len(self.requests):
+        tuning = self._tuning
+        are_many = self.ended > tuning.max_stale_entries and self.ended * 2 > len(self.requests)
+        if are_many or self.ended_bytes > tuning.max_stale_bytes:
             self.requests = deque(one for one in self.requests if one.failure is None)
             self.deadlines.clear()
             self.add_deadlines([one for one in self.requests if one.due_us])
-            self.ended = 0
+            self.ended = self.ended_bytes = 0
 
     def earliest_due_us(self) -> int:
         """Return the earliest deadline of the waiting requests; 0 if none has one. While some have

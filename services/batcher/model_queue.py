@@ -201,7 +201,7 @@ class ModelQueue:
         """Remove a request that failed while it waited."""
         queue = self._groups[request.shape_class].queues[request.envelope.tenant]
         fifo = queue.fifo_for(request.envelope.priority)
-        fifo.count_ended()
+        fifo.count_ended(request.size_bytes)
         self.count_removed(queue, fifo, 1, request.rows, request.size_bytes)
         if not self.count:
             self.rate.stop_measuring()

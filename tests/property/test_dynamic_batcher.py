@@ -343,6 +343,21 @@ def test_requests_that_expire_in_order_are_freed_at_once() -> None:
     assert requests_alive() == before
 
 
+def test_large_requests_that_expire_behind_patient_one_are_freed() -> None:
+    """Their bytes are charged to no budget once they are answered."""
+    forming = DynamicBatcher(lambda _name, _version: Limits(), "test")
+    forming.add(make_request())
+    before = requests_alive()
+
+    for number in range(20):
+        deadline_ms = NOW_US // 1000 + number + 1
+        forming.add(make_request(deadline_ms=deadline_ms, size_bytes=1_000_000))
+    forming.expire(NOW_US + 1_000_000)
+    forming.ended.clear()
+
+    assert requests_alive() - before <= 1
+
+
 def test_expired_request_is_freed_behind_waiting_one() -> None:
     """While nobody pulls, requests that end behind a patient one leave all the same."""
     forming = DynamicBatcher(lambda _name, _version: Limits(), "test")
