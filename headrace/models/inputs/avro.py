@@ -149,8 +149,9 @@ class AvroSchema:
         replace fields of the same names.
 
         Raises:
-            ConfigurationError: they cannot be fields.
+            ConfigurationError: they cannot be fields, or a record cannot be written as it was read.
         """
+        _refuse_inexact_unions(json.loads(self._text), self._name)
         added = [{"name": spec.name, "type": _type_of(spec)} for spec in outputs]
         names = {spec.name for spec in outputs}
         schema = json.loads(self._text)
@@ -365,6 +366,38 @@ def _refuse_recursion(schema: Any, outer: tuple[str, ...]) -> None:
                 _refuse_recursion(schema[key], inner)
     elif schema in outer:
         raise ValueError(f"expected a schema that does not contain itself, got {schema} in itself")
+
+
+def _refuse_inexact_unions(schema: Any, name: str) -> None:
+    """Refuse a schema with an integer behind a float in a union: fastavro reads numbers without
+    their types, and writes each as the first type that takes it. The integer would be rounded.
+
+    Raises:
+        ConfigurationError: it has one.
+    """
+    if isinstance(schema, list):
+        kinds = [each.get("type") if _is_plain(each) else each for each in schema]
+        floats = [place for place, kind in enumerate(kinds) if kind in ("float", "double")]
+        integers = [place for place, kind in enumerate(kinds) if kind in ("int", "long")]
+        if floats and integers and max(integers) > min(floats):
+            raise ConfigurationError(
+                f"transform.record.avro_schema: {name}: expected int and long before float and "
+                f"double in a union, with pass_through, got {json.dumps(schema):.200}"
+            )
+    parts: list[Any] = []
+    if isinstance(schema, list):
+        parts = schema
+    elif isinstance(schema, dict):
+        parts = [schema.get(key) for key in ("type", "items", "values")]
+        parts += [field["type"] for field in schema.get("fields", ())]
+    for part in parts:
+        if isinstance(part, dict | list):
+            _refuse_inexact_unions(part, name)
+
+
+def _is_plain(schema: Any) -> bool:
+    """Return True for a type in a table of its own, whose values have no type of Python's own."""
+    return isinstance(schema, dict) and "logicalType" not in schema
 
 
 class _Measure(NamedTuple):

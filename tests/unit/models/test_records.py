@@ -209,6 +209,24 @@ def test_recursive_avro_schema_is_fault(tmp_path: Path) -> None:
         avro_transform(tmp_path, schema)
 
 
+def test_avro_union_whose_integers_would_be_written_as_floats_is_fault(tmp_path: Path) -> None:
+    """Only where records are written: the library reads numbers without their types."""
+    inner = {"type": "array", "items": ["null", "double", {"type": "long"}]}
+    field = {"name": "ids", "type": ["null", inner]}
+    schema = {"type": "record", "name": "Order", "fields": [field]}
+    (tmp_path / "order.avsc").write_text(json.dumps(schema))
+    settings = 'avro_schema = "order.avsc"\npass_through = '
+    records_of('{ path = "ids.0" }', more=settings + "false", directory=tmp_path)
+
+    with pytest.raises(ConfigurationError) as caught:
+        records_of('{ path = "ids.0" }', more=settings + "true", directory=tmp_path)
+
+    assert str(caught.value) == (
+        "transform.record.avro_schema: order.avsc: expected int and long before float and double "
+        'in a union, with pass_through, got ["null", "double", {"type": "long"}]'
+    )
+
+
 def test_numbers_are_scaled_by_column() -> None:
     """Mean and deviation are applied before numbers are rounded to the input's datatype."""
     transform = records_of('{ path = "a", mean = 10, deviation = 4 }, { path = "b" }')
