@@ -221,7 +221,8 @@ class SharedValuesWriter:
             self._last_read, self._read_at_s = read, now_s
         at = start % ring_bytes
         can_go_on = at + size_bytes <= small_bytes and self._may_grow(ring, at + size_bytes)
-        if read >= start and at and not can_go_on:
+        # Values that are larger than all of that part gain nothing by its start.
+        if read >= start and at and not can_go_on and size_bytes <= small_bytes:
             start += ring_bytes - at
             read = self._regard_as_read(ring, start)
             if at > 2 * small_bytes:

@@ -282,6 +282,22 @@ def test_flood_of_large_values_is_left_to_the_log(
     assert again == [value_of(7)]
 
 
+def test_value_left_out_for_its_size_does_not_make_later_ones_count_as_read(
+    directory: Path, reader: SharedValuesReader
+) -> None:
+    """They would be overwritten before they were read."""
+    tuning = replace(TUNED, shared_small_bytes=800, shared_large_bytes=899)
+    with SharedValuesWriter(directory, RING_BYTES, metrics_of(), tuning) as writer:
+        read_values(reader, put(writer, value_of(1, 200)))
+        (left,) = put(writer, value_of(2, 900))
+        waiting = put(writer, value_of(3, 400))
+        put(writer, value_of(4, 400))
+        found = read_values(reader, waiting)
+
+    assert left.shared is None
+    assert found == [value_of(3, 400)]
+
+
 def test_file_is_small_after_a_flood(directory: Path, reader: SharedValuesReader) -> None:
     """It grows while values come faster than they are read."""
     with SharedValuesWriter(directory, RING_BYTES, metrics_of(), SMALL) as writer:
