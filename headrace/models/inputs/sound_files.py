@@ -225,7 +225,7 @@ def _read_ogg(file: SoundFile) -> SoundHeader:
             granule = max(granule, granule_here)
             file.check_samples(unit, channels, granule - skipped)
         place = stop
-        if flags & _LAST:
+        if flags & _LAST and not file.content.startswith(b"OggS", place):
             break
     if not flags & _LAST:
         raise file.damaged("a last page", f"a file that ends at byte {file.size}")
@@ -300,6 +300,12 @@ def _read_mp3(file: SoundFile) -> SoundHeader:
                 f"{wanted} frames, as its header says",
                 f"{frames - 1} in a file that ends at byte {file.size}",
             )
+    # Decoders end where the header says, so the rest would be lost. The first frame does not count,
+    # and some programs do not count the last one.
+    if wanted and frames - 2 > wanted:
+        raise file.damaged(
+            f"{wanted} frames, as its header says", "more, as in files that were joined"
+        )
     return file.checked(first.rate, first.channels, frames * first.samples)
 
 

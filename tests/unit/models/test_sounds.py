@@ -201,6 +201,20 @@ def test_silence_behind_several_short_sounds_counts_as_samples() -> None:
     assert caught.value.code == Code.TOO_LARGE
 
 
+@pytest.mark.parametrize(
+    ("kind", "subtype", "message"),
+    [
+        ("OGG", "VORBIS", "OGG: expected a single stream, got a further one at byte "),
+        ("MP3", "MPEG_LAYER_III", "MP3: expected 30 frames, as its header says, got more"),
+    ],
+)
+def test_files_that_were_joined_are_refused(kind: str, subtype: str, message: str) -> None:
+    """Decoders end with the first one, and the others would be left out without a word."""
+    payload = written(noise(16_000), kind=kind, subtype=subtype)
+
+    assert message in refusal(payload + payload).message
+
+
 def test_several_sounds_for_an_input_without_rows_are_refused() -> None:
     """None is left out in silence."""
     payload = multipart(written(noise(800)), written(noise(800)), head=b"")
