@@ -190,6 +190,16 @@ class Sounds:
             expected = f"{header.samples} samples" if header.is_exact else "at least one sample"
             got = f"{count} samples in a file that ends at byte {len(payload)}"
             raise _damaged(where, header, expected, got)
+        # Encoders add up to half a second. Where nothing counts the frames, the library estimates
+        # their number by the bit rate of the first one, and ends there.
+        least = min(header.samples, self._most(header)) - header.rate // 2
+        if header.format == "MP3" and count < least:
+            raise _damaged(
+                where,
+                header,
+                f"the samples of all frames, about {header.samples}",
+                f"{count}; with a variable bit rate a header (Xing) must count the frames",
+            )
         extra = 0 if header.format != "MP3" else header.rate // 10  # of the decoder's delay
         if count > self._most(header) + extra:
             raise Rejected.mismatch(

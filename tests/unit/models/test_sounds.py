@@ -215,6 +215,18 @@ def test_files_that_were_joined_are_refused(kind: str, subtype: str, message: st
     assert message in refusal(payload + payload).message
 
 
+def test_mp3_of_variable_bit_rate_without_count_of_frames_is_refused() -> None:
+    """As encoders write it to a pipe. The library decodes half of it, by an estimate."""
+    payload = written(noise(48_000), kind="MP3", subtype="MPEG_LAYER_III")
+    second = payload.index(payload[:2], 4)
+    assert b"Xing" in payload[:second]
+
+    message = refusal(payload[second:]).message
+
+    assert message.startswith("payload: MP3: expected the samples of all frames, about 49536, got ")
+    assert message.endswith("; with a variable bit rate a header (Xing) must count the frames")
+
+
 def test_several_sounds_for_an_input_without_rows_are_refused() -> None:
     """None is left out in silence."""
     payload = multipart(written(noise(800)), written(noise(800)), head=b"")
