@@ -382,7 +382,7 @@ def read_json(
     is_lines = content_type in JSON_LINES
     form: Literal["json", "lines"] = "lines" if is_lines else "json"
     if len(payload) > part_bytes:
-        _check_memory(payload, _JSON_MEMORY, part_bytes, memory_bytes)
+        check_json_memory(payload, part_bytes, memory_bytes)
         # An error is raised again below, with its place in the payload.
         with suppress(*DECODE_ERRORS):
             texts = (_split_json_lines if is_lines else _split_json)(payload)
@@ -392,6 +392,19 @@ def read_json(
     except DECODE_ERRORS as error:
         raise _unreadable("JSON", describe_json_error(error, payload)) from error
     return _table_of(found, form)
+
+
+def check_json_memory(
+    payload: bytes,
+    part_bytes: int = TUNING.protocol.payload_part_bytes,
+    memory_bytes: int = TUNING.protocol.record_memory_bytes,
+) -> None:
+    """Refuse JSON whose values would take too much memory, before any of them is made.
+
+    Raises:
+        Rejected: `TOO_LARGE`.
+    """
+    _check_memory(payload, _JSON_MEMORY, part_bytes, memory_bytes)
 
 
 def _check_memory(

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import Code, ConfigurationError, Rejected, describe_error
-from headrace.models.inputs.records import JSON_LINES
+from headrace.models.inputs.records import JSON_LINES, check_json_memory
 from headrace.models.media_config import TokensTransform
 from headrace.models.processing import read_in_version
 from headrace.models.signature import Signature, TensorSpec
@@ -194,13 +194,13 @@ class Tokens:
             if len(payload) > self._max_bytes:  # before it is copied
                 raise too_large("payload", self._max_bytes, str(len(payload)))
             return [(_Row(_decode(payload)), "payload")]
+        texts: Sequence[bytes | msgspec.Raw]
         if content_type in JSON_LINES:
-            lines = [line for line in payload.split(b"\n") if line.strip()]
-            self._check_count(len(lines))  # before each costs more than its bytes
-            found = [_parse(line, f"rows[{number}]") for number, line in enumerate(lines)]
+            check_json_memory(payload)
+            texts = [line for line in payload.split(b"\n") if line.strip()]
         elif content_type == JSON or content_type.endswith("+json"):
-            parsed = _parse(payload, "payload")
-            found = parsed if isinstance(parsed, list) else [parsed]
+            check_json_memory(payload)
+            texts = _split(payload)
         else:
             text = "" if self._config.pair else f"{TEXT}, "
             raise Rejected.mismatch(
@@ -209,11 +209,13 @@ class Tokens:
                 expected=f"one of {text}{JSON}, {', '.join(sorted(JSON_LINES))}",
                 got=content_type or "none",
             )
-        self._check_count(len(found))
-        return [
-            (self._make_row(value, f"rows[{number}]"), f"rows[{number}]")
-            for number, value in enumerate(found)
-        ]
+        self._check_count(len(texts))  # before each costs more than its bytes
+        found: list[tuple[_Row, str]] = []
+        for number, content in enumerate(texts):
+            where = f"rows[{number}]"
+            value = _parse(content, "payload" if content is payload else where)
+            found.append((self._make_row(value, where), where))
+        return found
 
     def _check_count(self, count: int) -> None:
         if not 1 <= count <= self._config.max_rows:
@@ -249,11 +251,24 @@ def _decode(payload: bytes) -> str:
         raise _unreadable("payload", "UTF-8", got) from error
 
 
-def _parse(content: bytes, where: str) -> Any:
+_split_array = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+def _split(payload: bytes) -> Sequence[bytes | msgspec.Raw]:
+    """Return the elements of an array, undecoded, or what is no array."""
+    if not payload.lstrip().startswith(b"["):
+        return [payload]
+    try:
+        return _split_array(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _unreadable("payload", "JSON", describe_json_error(error, payload)) from error
+
+
+def _parse(content: bytes | msgspec.Raw, where: str) -> Any:
     try:
         return msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _unreadable(where, "JSON", describe_json_error(error, content)) from error
+        raise _unreadable(where, "JSON", describe_json_error(error, bytes(content))) from error
 
 
 def _is_of_library(error: BaseException) -> bool:

@@ -27,6 +27,7 @@ from headrace.models.processing import plan_processing
 from headrace.models.signature import TensorSpec, make_signature
 from headrace.protocol.messages import Tensor
 from headrace.protocol.tensors import to_array
+from tests.support.traced_memory import peak_bytes_of
 from tests.unit.models.requests import spec
 
 ALPHABET = "abcdefgh ijkl mnop\tqrstu vwxyz äöü éèê ß漢字かな 😀 .,!?'-0123456789\n"
@@ -210,6 +211,30 @@ def test_truncated_text_keeps_the_tokens_of_sentencepiece_around_it(directory: P
     text = texts(1, seed=3)[0] * 3
     got = convert(tokens, text.encode(), "text/plain")["input_ids"].tolist()
     assert got == [[model.bos_id(), *model.encode(text)[:4], model.eos_id()]]
+
+
+def test_rows_are_counted_before_they_are_decoded(directory: Path) -> None:
+    """Objects of a payload of 4 MB would take a hundred, and as many milliseconds."""
+    tokens = tokens_of(directory)
+    payload = b"[" + b'{"text":{}},' * 10_000 + b"{}]"
+
+    peak_bytes = peak_bytes_of(lambda: refusal(tokens, payload, "application/json"))
+
+    assert (
+        "1 to max_rows = 64 texts, got 10001"
+        in refusal(tokens, payload, "application/json").message
+    )
+    assert peak_bytes < 10 * len(payload)
+
+
+def test_text_whose_other_fields_would_take_too_much_memory_is_too_large(directory: Path) -> None:
+    """6 MB of empty objects would take 500."""
+    payload = b'{"text":"a","more":[' + b"{}," * 2_000_000 + b"{}]}"
+
+    error = refusal(tokens_of(directory), payload, "application/json")
+
+    assert error.code == Code.TOO_LARGE
+    assert error.message.startswith("payload: memory of its values: ")
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "text.model"])
