@@ -13,10 +13,13 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import uvloop
+from aiokafka.client import AIOKafkaClient
+from aiokafka.cluster import ClusterMetadata
 from pydantic import SecretStr
 
 from headrace.config import KafkaSettings
@@ -33,6 +36,10 @@ from tests.support.logs import read, values, write
 WRONG_PASSWORD = "wrong4horse"
 SASL_HANDSHAKE = 17
 UNSUPPORTED_SASL_MECHANISM = 33
+SUPPORTED = struct.pack(">hihhh", 0, 1, SASL_HANDSHAKE, 0, 1)
+"""An answer to ApiVersions: no error, and versions 0 and 1 of SaslHandshake."""
+REFUSAL = struct.pack(">hi", UNSUPPORTED_SASL_MECHANISM, 0)
+"""An answer to SaslHandshake."""
 
 
 def secure(cluster: LocalKafka, **changes: Any) -> KafkaSettings:
@@ -121,7 +128,7 @@ def test_refused_connection_to_slow_broker_is_closed_with_loop(
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(kafka_scram_tls.certificates.broker)
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
-        serving = threads.submit(_refuse_slowly, server, context, refused)
+        serving = threads.submit(_answer_and_stop, server, context, refused, SUPPORTED, REFUSAL)
         settings = secure(
             kafka_scram_tls,
             bootstrap_servers=f"127.0.0.1:{server.getsockname()[1]}",
@@ -165,16 +172,64 @@ def test_reader_of_silent_broker_is_closed_with_loop(
     assert [str(each.message) for each in unclosed] == []
 
 
-def _refuse_slowly(server: socket.socket, context: ssl.SSLContext, until: threading.Event) -> None:
-    """Refuse the SASL mechanism of one client, and read nothing more of it until the event."""
-    supported = struct.pack(">hihhh", 0, 1, SASL_HANDSHAKE, 0, 1)
-    refusal = struct.pack(">hi", UNSUPPORTED_SASL_MECHANISM, 0)
+def test_connection_cancelled_while_it_authenticates_is_closed_with_loop(
+    kafka_scram_tls: LocalKafka,
+) -> None:
+    """As at a stop. A broker that does not answer the closing over TLS keeps no socket open."""
+    stopped, asked = threading.Event(), threading.Event()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(kafka_scram_tls.certificates.broker)
+
+    async def stop_while_authenticating(port: int) -> None:
+        settings = secure(kafka_scram_tls, ssl_check_hostname=False)
+        connection = Connection(settings)
+        client = AIOKafkaClient(**connection.client_options())
+        connection.take_over_connecting(client)
+        client.cluster = ClusterMetadata()
+        client.cluster.update_metadata(
+            SimpleNamespace(
+                API_VERSION=1, brokers=[(1, "127.0.0.1", port, None)], controller_id=1, topics=[]
+            )
+        )
+        connecting = asyncio.create_task(client.ready(1))
+        await asyncio.to_thread(asked.wait, DEADLINE_S)
+        connecting.cancel()
+        await asyncio.wait([connecting])
+        await connection.close_client(client)
+
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
+        serving = threads.submit(_answer_and_stop, server, context, stopped, SUPPORTED, asked=asked)
+        try:
+            with (
+                warnings.catch_warnings(record=True) as unclosed,
+                asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+            ):
+                runner.run(stop_while_authenticating(server.getsockname()[1]))
+        finally:
+            stopped.set()
+        serving.result(DEADLINE_S)
+    assert [str(each.message) for each in unclosed] == []
+
+
+def _answer_and_stop(
+    server: socket.socket,
+    context: ssl.SSLContext,
+    until: threading.Event,
+    *bodies: bytes,
+    asked: threading.Event | None = None,
+) -> None:
+    """Answer the requests of one client with these, and read nothing more of it until the event;
+    but one more request if `asked` has to be set then.
+    """
     accepted, _ = server.accept()
     with context.wrap_socket(accepted, server_side=True) as connection:
-        for body in (supported, refusal):
+        for body in bodies:
             (size,) = struct.unpack(">i", connection.recv(4))
             _key, _version, correlation_id = struct.unpack_from(">hhi", connection.recv(size))
             connection.sendall(struct.pack(">ii", 4 + len(body), correlation_id) + body)
+        if asked is not None:
+            connection.recv(4)
+            asked.set()
         until.wait(DEADLINE_S)
 
 

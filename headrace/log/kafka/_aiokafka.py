@@ -375,6 +375,13 @@ async def close_connection(connection: DirectConnection, timeout_s: float) -> No
         await asyncio.wait([closed], timeout=timeout_s)
 
 
+def reset_connection(connection: DirectConnection) -> None:
+    """Close one connection at once, without what was to be sent to the other side."""
+    connection.close(reason=CloseReason.SHUTDOWN)
+    if connection.transport is not None:
+        connection.transport.abort()
+
+
 # --- the client -------------------------------------------------------------------------------
 
 

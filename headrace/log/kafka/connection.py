@@ -34,6 +34,7 @@ from headrace.log.kafka._aiokafka import (
     open_connection,
     replace_codec,
     replace_connecting,
+    reset_connection,
     start_metadata_refresh,
 )
 from headrace.log.kafka.errors import answered, broker_error, error_text
@@ -307,6 +308,11 @@ class Connection:
                 client.force_metadata_update()
                 await close_connection(connection, self.tuning.close_timeout_s)
                 return None
+            except asyncio.CancelledError:
+                # No client has it yet, so nothing else would reset it: over TLS its socket would
+                # stay open until the broker answers the closing.
+                reset_connection(connection)
+                raise
             self._record_attempt(address, reached=True)
             add_connection(client, key, connection)
             return connection
