@@ -140,6 +140,7 @@ class GrpcInference:
             async for message in requests:
                 room.take(len(message))
                 answers.put_nowait(tasks.create_task(take(message), name="grpc-stream-request"))
+                del message  # while this waits for the next one
                 await permits.acquire()
                 await room.wait()
 
@@ -164,6 +165,8 @@ class GrpcInference:
                     call.read(len(content))
                     call.rest()
                     permits.release()
+                    # Otherwise a stream at rest would keep its last answer in memory.
+                    del answer, content
 
     async def _take_from_stream(self, message: bytes, context: Context) -> bytes:
         answer = await self._take(message, context, "ModelStreamInfer")

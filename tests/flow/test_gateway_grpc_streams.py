@@ -88,6 +88,22 @@ async def test_answers_that_nobody_reads_count_as_bytes(identities: Path) -> Non
     assert unread.size_bytes >= LARGE
 
 
+async def test_stream_at_rest_does_not_keep_its_last_answer(identities: Path) -> None:
+    """Callers keep streams open for days, and what was read is counted no more."""
+
+    def kept() -> int:
+        gc.collect()
+        tasks = [each for each in gc.get_objects() if isinstance(each, asyncio.Task)]
+        return sum(each.get_name() == "grpc-stream-request" for each in tasks)
+
+    async with caller_of(identities) as (_, caller):
+        stream = caller.stream()
+        await stream.write(large())
+        await stream.read()
+
+        await eventually(lambda: kept() == 0)
+
+
 async def test_stream_that_nobody_reads_is_ended(identities: Path) -> None:
     """Its answers are dropped, and its caller learns why after those that were on their way."""
     async with caller_of(identities, *SMALL_WINDOW, idle_timeout_s=0.5) as (served, caller):
