@@ -134,7 +134,10 @@ class SoundFile(MediaFile):
 _EXTENSIBLE = 0xFFFE
 _WAV_BITS = {1: (8, 16, 24, 32), 3: (32, 64), 6: (8,), 7: (8,)}
 """Bits of a sample, by coding: PCM, floats, A-law and mu-law."""
-_OPEN_END = 0xFFFFFFFF
+_OPEN_END = 0x7FFF0000
+"""Programs that write to a pipe cannot know the length, and give one from here on: ffmpeg 2^32 - 1,
+sox and espeak 2^31 less some bytes. The sound goes to the end of the file then.
+"""
 
 
 def _read_wav(file: SoundFile) -> SoundHeader:
@@ -161,7 +164,7 @@ def _read_wav(file: SoundFile) -> SoundHeader:
         place = start + length + length % 2
     if not block:
         raise file.damaged("chunk fmt before chunk data", f"chunk data at byte {place}")
-    if length == _OPEN_END:  # written to a pipe: the sound goes to the end
+    if length >= _OPEN_END:
         length = file.size - start
     header = file.checked(rate, channels, length // block, is_exact=True)
     file.need("chunk data", start, start + length)

@@ -227,6 +227,16 @@ def test_mp3_of_variable_bit_rate_without_count_of_frames_is_refused() -> None:
     assert message.endswith("; with a variable bit rate a header (Xing) must count the frames")
 
 
+@pytest.mark.parametrize("length", [0xFFFFFFFF, 0x7FFFF000, 0x7FFFFFFF - 36])
+def test_wav_that_was_written_to_a_pipe_goes_to_its_end(length: int) -> None:
+    """As ffmpeg, espeak and sox write it."""
+    payload = bytearray(written(noise(1600)))
+    at = payload.index(b"data") + 4
+    payload[at : at + 4] = length.to_bytes(4, "little")
+
+    assert convert(sounds_of([-1, -1]), bytes(payload)).shape == (1, 1600)
+
+
 def test_several_sounds_for_an_input_without_rows_are_refused() -> None:
     """None is left out in silence."""
     payload = multipart(written(noise(800)), written(noise(800)), head=b"")
