@@ -12,6 +12,7 @@ import csv
 import importlib.util
 import io
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, date, datetime
@@ -61,6 +62,8 @@ _WITH_KEY = (str, int, float, Decimal, date, clock_time, UUID)
 """Types of values that may be in a vocabulary, with those of Avro's logical types."""
 _GROUPED = "_"
 """Python reads digits with it between them as a number, so that 2024_01 would be 202401."""
+_INEXACT = 2**sys.float_info.mant_dig
+"""FP64 has every integer below it, and this may be another one rounded."""
 _TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 
 Array: TypeAlias = NDArray[Any]
@@ -823,10 +826,12 @@ def _as_integer_text(value: Any) -> Any:
     """Return the integer in a text; anything else unchanged."""
     if not isinstance(value, str) or _GROUPED in value:
         return value
-    try:
+    with suppress(ValueError):
         return int(value)
-    except ValueError:
-        return value
+    # Programs that keep a column with missing values as floats write 3.0.
+    number = _as_float(value)
+    is_exact = isinstance(number, float) and abs(number) < _INEXACT
+    return int(number) if is_exact and number.is_integer() else value
 
 
 def _fits_float(value: Any) -> bool:

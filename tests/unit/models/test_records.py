@@ -309,13 +309,27 @@ def test_value_keeps_precision_of_input(datatype: str, payload: bytes, expected:
 
 @pytest.mark.parametrize(
     ("datatype", "text", "expected"),
-    [("INT32", b"-7", -7), ("BOOL", b"True", True), ("BYTES", b"x", b"x"), ("FP32", b"1e3", 1e3)],
+    [
+        ("INT32", b"-7", -7),
+        ("INT32", b"3.0", 3),
+        ("BOOL", b"True", True),
+        ("BYTES", b"x", b"x"),
+        ("FP32", b"1e3", 1e3),
+    ],
 )
 def test_texts_of_csv_become_values(datatype: str, text: bytes, expected: object) -> None:
     """CSV has no other values."""
     transform = records_of('{ path = "v" }', datatype)
 
     assert array_of(transform, b"v\n" + text, CSV).tolist() == [[expected]]
+
+
+@pytest.mark.parametrize("text", ["3.5", "nan", "9007199254740993.0"])
+def test_text_that_is_no_exact_integer_is_refused_for_integers(text: str) -> None:
+    """FP64 would round the last one."""
+    error = refusal(records_of('{ path = "v" }', "INT64"), f"v\n{text}".encode(), CSV)
+
+    assert error.message == f'rows[0].v: expected an integer, got "{text}"'
 
 
 @pytest.mark.parametrize(
