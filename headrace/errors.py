@@ -7,6 +7,7 @@ unanswered work runs in another one.
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 
 MAX_ERROR_TEXT_CHARS = 2000
@@ -121,13 +122,19 @@ def drop_tracebacks(error: BaseException) -> None:
         found = found.__cause__ or found.__context__
 
 
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+>")
+
+
 def describe_error(error: BaseException, max_chars: int = MAX_ERROR_TEXT_CHARS) -> str:
-    """Describe an exception in one printable line: its class and its text, cut at `max_chars`."""
+    """Describe an exception in one printable line: its class and its text, cut at `max_chars`.
+
+    Addresses of objects in it are left out: the same error would be another one each time.
+    """
     try:
         text = str(error)
     except BaseException:  # noqa: BLE001 - an error may even fail to say what it is
         text = ""
     if len(text) > max_chars:
         text = f"{text[:max_chars]}..."
-    text = text.encode("utf-8", "replace").decode()
+    text = _ADDRESS.sub(">", text.encode("utf-8", "replace").decode())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -237,6 +237,15 @@ def test_wav_that_was_written_to_a_pipe_goes_to_its_end(length: int) -> None:
     assert convert(sounds_of([-1, -1]), bytes(payload)).shape == (1, 1600)
 
 
+def test_error_of_library_names_no_address() -> None:
+    """Each would be another error to those who group them by their texts."""
+    payload = written(noise(1600))
+
+    message = refusal(payload + payload[payload.index(b"data") :]).message
+
+    assert "LibsndfileError: Error opening <_io.BytesIO object>: " in message
+
+
 def test_several_sounds_for_an_input_without_rows_are_refused() -> None:
     """None is left out in silence."""
     payload = multipart(written(noise(800)), written(noise(800)), head=b"")
