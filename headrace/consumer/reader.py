@@ -91,6 +91,8 @@ class RecordReader:
             if self._lost_ends:  # of partitions that are paused, so that no poll notices it
                 await on_out_of_range(dict(self._lost_ends))
                 self._lost_ends.clear()  # also what was reported meanwhile, of the same loss
+            records: Sequence[Record] = ()
+            part: PolledRecords | None = None
             for partition, records in polled.items():
                 assignment = self._tracker.get(partition)
                 if assignment is None or not self.is_wanted(partition):
@@ -99,6 +101,8 @@ class RecordReader:
                     self._enqueue(part)
             for gap in consumer.gaps():
                 self._skip_unreadable(gap, polled.get(gap.partition, ()))
+            # Otherwise the last records would stay in memory while the next ones are awaited.
+            del polled, records, part
             if self._ready:
                 self._ready.notify()
                 await self._ready.yield_to_stages(self._tracker.budget)

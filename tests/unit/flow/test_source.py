@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
@@ -12,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 from structlog.typing import EventDict
 
+from headrace.consumer.ready_queue import PolledRecords
 from headrace.consumer.source import Source
 from headrace.consumer.source_settings import SourceSettings
 from headrace.delivery.acked_offsets import AckedOffsets
@@ -62,6 +64,30 @@ async def test_source_starts_at_base_and_skips_answered_records(log: MemoryLog) 
 
 async def _is(log: MemoryLog, expected: AckedOffsets) -> bool:
     return await progress(log) == expected
+
+
+async def test_waiting_source_does_not_keep_last_records(log: MemoryLog) -> None:
+    """A poll may have many megabytes, and those that were answered are charged to no budget."""
+
+    def kept() -> int:
+        gc.collect()
+        return sum(type(each) is PolledRecords for each in gc.get_objects()) - before
+
+    source = make_source(log)
+    before = 0
+    before = kept()
+    async with asyncio.TaskGroup() as tasks, source:
+        running = tasks.create_task(source.run())
+        await fill(log, 3)
+        polled = await source.receive()
+        assert polled is not None
+        del polled
+
+        await eventually(lambda: kept() == 0)
+
+        source.stop_reading()
+        await source.close_down(5)
+        await running
 
 
 async def test_source_without_commit_starts_at_beginning(log: MemoryLog) -> None:
