@@ -24,6 +24,7 @@ from headrace.protocol.messages import (
     whole_answer_type,
 )
 from headrace.protocol.negotiation import choose_content_type, media_type, read_accept
+from headrace.protocol.trace_context import parse_traceparent
 from headrace.tuning import TUNING
 
 
@@ -161,9 +162,16 @@ def parse_envelope(headers: Headers, timestamp_ms: int, default_timeout_ms: int)
         fields[_DEADLINE] = _earlier(
             fields[_DEADLINE], timeout_ms, timestamp_ms, default_timeout_ms
         )
+    state = fields[_TRACESTATE]
+    fields[_TRACESTATE] = state and _state_of(fields[_TRACEPARENT], state)
     fields[_FAULT] = fault
     # A third of the cost of calling the NamedTuple class.
     return tuple.__new__(Envelope, fields)
+
+
+def _state_of(parent: bytes | None, state: bytes) -> bytes | None:
+    """Return a `tracestate`; None without a `traceparent` that can be read, which it describes."""
+    return state if parent is not None and parse_traceparent(parent) is not None else None
 
 
 def parse_envelopes(
@@ -384,7 +392,7 @@ _RULES: dict[str, tuple[int, _Parse | None]] = {
     HeaderName.TIMEOUT_MS: (17, _milliseconds(0)),
     HeaderName.MODEL: (18, _model),
 }
-_DEADLINE, _MODEL, _VERSION, _FAULT = 4, 7, 8, 11
+_DEADLINE, _MODEL, _VERSION, _TRACEPARENT, _TRACESTATE, _FAULT = 4, 7, 8, 9, 10, 11
 _BLANK: list[Any] = [*NO_HEADERS, None, ("", "")]
 
 

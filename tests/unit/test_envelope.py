@@ -19,6 +19,7 @@ from headrace.protocol.headers import (
 from headrace.protocol.messages import Envelope, Failure, Request
 
 NOW_MS = 1_700_000_000_000
+TRACEPARENT = b"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 Headers = list[tuple[str, bytes | None]]
 
 
@@ -48,7 +49,7 @@ def test_envelope_reads_every_header() -> None:
         ("x-priority", b"-5"),
         ("x-tenant", "Grün".encode()),
         ("x-model", b"digits/3"),
-        ("traceparent", b"00-a-b-01"),
+        ("traceparent", TRACEPARENT),
         ("tracestate", b"k=v"),
         ("unknown", b"passed on"),
     )
@@ -63,7 +64,7 @@ def test_envelope_reads_every_header() -> None:
         tenant="Grün",
         model="digits",
         version="3",
-        traceparent=b"00-a-b-01",
+        traceparent=TRACEPARENT,
         tracestate=b"k=v",
         fault=None,
     )
@@ -189,6 +190,14 @@ def test_cloudevents_headers_are_passed_on_as_headers() -> None:
     assert envelope == Envelope()
 
 
+@pytest.mark.parametrize("parents", [(), (("traceparent", b"00-a-b-01"),)])
+def test_tracestate_without_readable_traceparent_is_dropped(
+    parents: tuple[tuple[str, bytes], ...],
+) -> None:
+    """It belongs to a trace that does not go on; the answer would have it beside a new one."""
+    assert parse(*parents, ("tracestate", b"k=v")).tracestate is None
+
+
 # --- answers ----------------------------------------------------------------------------------
 
 
@@ -197,7 +206,7 @@ def test_answer_carries_headers_of_contract() -> None:
     request = request_with(
         ("content-type", b"application/json; charset=utf-8"),
         ("kafka_correlationId", b"c"),
-        ("traceparent", b"00-a-b-01"),
+        ("traceparent", TRACEPARENT),
         ("tracestate", b"k=v"),
         ("x-deadline-ms", b"1700000000500"),
         ("x-their-own", b"1"),
@@ -211,7 +220,7 @@ def test_answer_carries_headers_of_contract() -> None:
         ("x-status", b"ok"),
         ("x-request", b"headrace.requests/2/7"),
         ("kafka_correlationId", b"c"),
-        ("traceparent", b"00-a-b-01"),
+        ("traceparent", TRACEPARENT),
         ("tracestate", b"k=v"),
         ("x-their-own", b"1"),
         ("twice", b"1"),
