@@ -163,6 +163,9 @@ def serve(
 ) -> NoReturn:
     """Serve until a signal; without stages, as a gateway alone."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the process listens to it
+    # For the half second that the imports take: without a handler, the first process of a container
+    # would ignore the signal, and be killed after its grace period.
+    signal.signal(signal.SIGTERM, _end_before_start)
     from headrace.cli.event_loop import run
     from headrace.runtime import process
     from headrace.runtime.heap import keep_freed_memory
@@ -186,11 +189,17 @@ def serve(
         open_doors = open_gateway
     announce = partial(announce_start, settings) if sys.stderr.isatty() else None
     serve_process = invocation.serve_process or process.run
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     is_drained = run(
         serve_process(settings, stages, log_rate_limiter, announce, open_doors=open_doors)
     )
     drop_unwritten_output()
     raise click.exceptions.Exit(Exit.DONE if is_drained else Exit.NOT_DRAINED)
+
+
+def _end_before_start(*_: object) -> NoReturn:
+    """End by SIGTERM: nothing has been read, so nothing is left."""
+    sys.exit(Exit.DONE)
 
 
 def announce_start(settings: Settings, http_port: int, doors: Mapping[str, int]) -> None:

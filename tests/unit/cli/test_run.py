@@ -241,6 +241,23 @@ def test_sighup_ends_no_process_that_starts(call: Call, started: Started) -> Non
     assert started.sighup is signal.SIG_IGN
 
 
+def test_sigterm_during_imports_ends_process_cleanly(tmp_path: Path) -> None:
+    """Nothing has been read yet. As the first process of a container it would ignore the signal."""
+    (tmp_path / "prometheus_client.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)"
+    )
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    ended = subprocess.run(
+        [sys.executable, "-m", "headrace", "run", "--http-port", "0"],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (Exit.DONE, "")
+
+
 def test_replica_imports_nothing_from_working_directory(tmp_path: Path) -> None:
     """A file there with a module's name would end each replica, though not `headrace run`."""
     (tmp_path / "random.py").write_text("raise RuntimeError('not the one of Python')")
