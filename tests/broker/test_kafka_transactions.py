@@ -30,6 +30,7 @@ from headrace.log.port import Committed, Membership, NewRecord, TopicInfo, Topic
 from headrace.tools.local_kafka import LocalKafka
 from tests.support.acl import Operation, Resource, allow_only
 from tests.support.conditions import eventually
+from tests.support.deployments import administration
 from tests.support.limits import set_limit
 from tests.support.logs import PATIENT, RecordingListener, polling, read, values, write_to
 
@@ -206,6 +207,24 @@ async def test_record_refused_by_broker_aborts_transaction(
             assert (await log.committed(unique_name, [source]))[source] is None
             await successor.commit_transaction({answers: [NewRecord(None, b"after")]}, {})
         assert values(await read(reader, 2)) == [b"before", b"after"]
+
+
+async def test_transaction_to_deleted_topic_ends_before_its_timeout(
+    kafka: LocalKafka, unique_name: str
+) -> None:
+    """It would keep all others of its source partition waiting until then, and be halved."""
+    settings = KafkaSettings(bootstrap_servers=kafka.bootstrap_servers)
+    answers, answer = TopicPartition(unique_name, 0), NewRecord(None, b"answer")
+    async with (
+        KafkaLog(settings) as log,
+        log.transactional_producer(unique_name, unique_name) as producer,
+    ):
+        await log.create_topics([TopicInfo(unique_name, 1, {})], replication_factor=1)
+        await producer.commit_transaction({answers: [answer]}, {})
+        async with administration(kafka.bootstrap_servers) as admin:
+            await admin.delete_topics([unique_name])
+        with pytest.raises(LogUnavailable, match="no such topic or partition any more"):
+            await producer.commit_transaction({answers: [answer]}, {})
 
 
 async def test_raised_topic_limit_is_noticed_by_transactions(

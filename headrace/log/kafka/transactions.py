@@ -399,13 +399,19 @@ class ProducerEpoch:
         """Send batches to the leaders of their partitions; retry until all are acknowledged.
 
         Retrying writes nothing twice: a broker recognizes a batch by its sequence number.
+
+        Raises:
+            LogUnavailable: a partition has lost its leader, or its topic has been deleted.
         """
         pauses = self._pauses_s()
+        found_s = time.monotonic()
         while True:
             by_node: dict[int, list[TopicPartition]] = defaultdict(list)
+            absent: TopicPartition | None = None
             for partition in waiting:
                 leader = self.client.cluster.leader_for_partition(partition)
                 if leader is None:
+                    absent = partition
                     self.client.force_metadata_update()
                 else:
                     by_node[leader].append(partition)
@@ -417,6 +423,11 @@ class ProducerEpoch:
             )
             if not waiting:
                 return
+            if absent is None:
+                found_s = time.monotonic()
+            elif time.monotonic() - found_s > self._tuning.topic_timeout_s:
+                # The next transaction finds that out before it begins, and refuses these records.
+                raise LogUnavailable(f"{absent}: brokers have no such topic or partition any more")
             await asyncio.sleep(next(pauses))
             require_known_leaders(self.client, waiting)
 
