@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from headrace.tools.dead_letters.redrive_state import (
     require_room,
 )
 from tests.support.dead_letters import letter_headers
+from tests.support.tree import ROOT
 
 NOW_MS = 1_700_000_000_000
 LETTERS = TopicPartition("t.dead-letters", 1)
@@ -258,3 +260,17 @@ def test_failing_redrive_transform_is_named(tmp_path: Path, body: str, fault: st
 
     with pytest.raises(ConfigurationError, match=f"fix.py: transform: {fault}"):
         load_transform(script)(NewRecord(None, b"v"))
+
+
+def test_redrive_transform_of_page_corrects_name_of_model(tmp_path: Path) -> None:
+    """The example can be copied: all but the misspelled name is as it was, in valid MessagePack."""
+    page = (ROOT / "docs" / "dead-letters.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    script = tmp_path / "fix.py"
+    script.write_text(example)
+    inputs = {"x": np.ones((1, 2), np.float32)}
+    misspelled = encode_request("application/msgpack", "digit", inputs)
+
+    fixed = load_transform(script)(NewRecord(None, misspelled))
+
+    assert fixed == NewRecord(None, DIGITS)
