@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import logging
+import re
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -35,6 +37,7 @@ from tests.support.metric_names import SHOWN_ONLY_WHEN
 from tests.support.models import add_version, digits
 from tests.support.python_models import shut_gate
 from tests.support.scrapes import OPENMETRICS, parse_openmetrics, parse_text, strangers
+from tests.support.tree import ROOT
 
 HOST = "127.0.0.1"
 ROWS = np.ones((1, 64), np.float32)
@@ -195,6 +198,23 @@ async def test_status_shows_whole_process(settings: Settings) -> None:
         assert [total["count"] for total in status["totals"]["requests"]] == [20]
         names = {activity["name"] for activity in status["activities"]}
         assert names == {"event loop", "reader of headrace.requests", "executor digits-1-0"}
+
+
+async def test_status_has_fields_of_its_page(settings: Settings) -> None:
+    """The example in docs/health.md has every field of a process, its partitions and its models."""
+    page = (ROOT / "docs" / "health.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```json\n(\{\n  \"version\".*?)```", page, flags=re.DOTALL)
+    async with serving(settings) as served:
+        await served.load(20)
+        _, status = await served.get("/status")
+
+    assert fields(status) == fields(json.loads(example))
+
+
+def fields(status: dict[str, Any]) -> list[set[str]]:
+    """The names of the fields of `/status`, of a source, a partition and a model in it."""
+    source, model = status["sources"][0], status["models"][0]
+    return [set(each) for each in (status, source, source["partitions"][0], model)]
 
 
 @pytest.mark.usefixtures("_logging")
