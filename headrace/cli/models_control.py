@@ -293,14 +293,19 @@ def _change(settings: Settings, given: Manner, choose: Choose) -> None:
             for line in _process_lines(name, report, outcome.generation):
                 click.echo(printable(line))
         if waited and not outcome.followed:
-            fault = f"not all processes have followed within {given.timeout_s:g} s"
-            if not outcome.processes:
-                fault = NO_PROCESS
-            click.echo(fault, err=True)
+            click.echo(_why_not_followed(outcome, given.timeout_s), err=True)
     if given.dry_run:
         click.echo("dry run: nothing was changed", err=True)
     elif waited and not outcome.followed:
         raise Unsuccessful
+
+
+def _why_not_followed(outcome: ChangeOutcome, timeout_s: float) -> str:
+    if not outcome.processes:
+        return NO_PROCESS
+    if all(each.has_ended(outcome.generation) for each in outcome.processes.values()):
+        return "a version cannot be loaded, see above; the change stays made"
+    return f"not all processes have followed within {timeout_s:g} s"
 
 
 async def _make_change(

@@ -149,7 +149,8 @@ class ModelChanges:
         Args:
             choose: returns the change.
             author: who makes it, and why.
-            wait_s: wait for so long at most until all processes have followed; None for not at all.
+            wait_s: wait for so long at most until all processes have followed, or what is left has
+                failed; None for not at all.
             dry_run: return the record, and do not write it.
 
         Raises:
@@ -173,10 +174,11 @@ class ModelChanges:
         async with open_processes(self._log, self._settings, self._tuning) as processes:
             record, generation, awaited = await self._write(choose, author)
             reports = processes.reports
-            followed = await processes.listen(
-                lambda: all(each.has_followed(generation, awaited) for each in reports.values()),
+            await processes.listen(
+                lambda: all(each.has_ended(generation, awaited) for each in reports.values()),
                 wait_s,
             )
+        followed = all(each.has_followed(generation, awaited) for each in reports.values())
         return ChangeOutcome(record, generation, reports, followed and bool(reports))
 
     async def load_selected(

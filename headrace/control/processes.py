@@ -38,10 +38,23 @@ class ProcessReport(NamedTuple):
         """Return whether it is at the generation, with these versions ready, by model and number;
         None stands for all that are wanted.
         """
-        unready = {(each.name, each.version) for each in self.unready}
-        return self.generation >= generation and not (
-            unready if awaited is None else unready.intersection(awaited)
-        )
+        return self.generation >= generation and not self._missing(awaited)
+
+    def has_ended(
+        self, generation: int, awaited: Collection[tuple[str, str]] | None = None
+    ) -> bool:
+        """Return whether it has followed the generation as far as it can: what is missing of these
+        versions has failed.
+        """
+        missing = self._missing(awaited)
+        return self.generation >= generation and not any(each.is_under_way for each in missing)
+
+    def _missing(self, awaited: Collection[tuple[str, str]] | None) -> list[UnreadyVersion]:
+        return [
+            each
+            for each in self.unready
+            if awaited is None or (each.name, each.version) in awaited
+        ]
 
 
 class Processes:

@@ -141,6 +141,13 @@ class ModelEntry:
             wanted.reads,
         )
 
+    def is_requested_again(self, number: str, wanted: WantedModel) -> bool:
+        """Return whether a version, which has failed, is yet to be tried on other terms."""
+        read_as = self.read_as
+        return read_as is not None and (
+            read_as.compatible.get(number) != wanted.compatible.get(number)
+        )
+
     @property
     def bindable(self) -> dict[str, ModelVersion]:
         """The versions that requests may get, by number."""

@@ -295,12 +295,17 @@ class WantedState:
             for number in each.versions:
                 version = model.selected.get(number)
                 fault = model.faults.get(number) or model.faults.get("")
-                if not model.was_read_as(each) or (version is None and not fault):
+                is_served = version is not None and model.serving.get(number) is version
+                if (
+                    not model.was_read_as(each)
+                    or (version is None and not fault)
+                    or (not is_served and model.is_requested_again(number, each))
+                ):
                     found.append(UnreadyVersion(name, number, NOT_READ, is_under_way=True))
                 elif fault:
                     is_rejected = number in model.rejected
                     found.append(UnreadyVersion(name, number, fault, is_rejected=is_rejected))
-                elif version is not None and model.serving.get(number) is not version:
+                elif version is not None and not is_served:
                     is_loading = version.state is State.LOADING
                     reason = version.reason or str(version.state)
                     is_under_way = is_loading and not version.has_failed_elsewhere

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -185,7 +186,9 @@ HEARD_AT_ONCE = replace(TUNING, control=replace(TUNING.control, listen_s=0.0, po
 """What processes announce comes with the first poll, and not within some seconds."""
 
 
-def announced(process: str, generation: int, *unready: str) -> ExecutorEvent:
+def announced(
+    process: str, generation: int, *unready: str, failed: Sequence[str] = ()
+) -> ExecutorEvent:
     """An announcement of a process that has version 1 ready."""
     digits_1 = HostedModel(name="digits", version="1", instances=1, max_batch_size=8)
     return ExecutorEvent(
@@ -194,11 +197,13 @@ def announced(process: str, generation: int, *unready: str) -> ExecutorEvent:
         models=[digits_1],
         generation=generation,
         unready=list(unready),
+        failed=list(failed),
     )
 
 
 BEHIND = [announced("a", 4), announced("b", 3)]
 LOADING = [announced("b", 4, "digits/4: loading")]
+FAILED = [announced("b", 4, "digits/4: no ONNX model", failed=["digits/4"])]
 FOLLOWED = [announced("b", 4)]
 LINES_BEHIND = [
     "process a: generation 4",
@@ -255,6 +260,20 @@ def test_wait_that_times_out_shows_versions_that_are_not_ready(
     ended = wait_for("load", "digits", "4", "--timeout", "0")
     assert ended.exit_code == Exit.FAILED
     assert ended.stdout.splitlines()[-1] == "  waits for digits/4: loading"
+
+
+def test_wait_ends_once_version_has_failed_in_last_process(
+    wait_for: Call, topic: KeptTopic
+) -> None:
+    """Nothing would change until the time is over, which is ten minutes unless given."""
+    topic.announcements.extend([BEHIND, LOADING, FAILED, LOADING])
+    ended = wait_for("load", "digits", "4")
+    assert (ended.exit_code, ended.stderr) == (
+        Exit.FAILED,
+        "a version cannot be loaded, see above; the change stays made\n",
+    )
+    assert ended.stdout.splitlines()[-1] == "  waits for digits/4: no ONNX model"
+    assert list(topic.announcements) == [LOADING]
 
 
 def test_wait_without_processes_fails(wait_for: Call) -> None:

@@ -608,3 +608,23 @@ async def test_processes_decide_alike_about_breaking_version(tmp_path: Path) -> 
         states = [str(version.state) for version in models.catalog.versions()]
         assert states == ["ready", state]
         assert len(models.wanted.unready()) == states.count("failed")
+
+
+async def test_breaking_version_that_is_permitted_is_under_way_before_it_is_read(
+    tmp_path: Path,
+) -> None:
+    """Whoever waits for the change would else take the former failure for its end."""
+    add_version(tmp_path, "digits", 1, digits())
+    add_version(tmp_path, "digits", 2, other_input())
+    models = Models(settings_for(tmp_path))
+    wanted = WantedModel(versions=["1", "2"], default="1", compatible={"2": "1"})
+    models.want({"digits": wanted})
+    models.open()
+    assert [each.is_under_way for each in models.wanted.unready()] == [False]
+
+    permitted = WantedModel(versions=["1", "2"], default="1")
+    models.want({"digits": permitted})
+
+    assert models.wanted.unready() == [
+        UnreadyVersion("digits", "2", "not read yet", is_under_way=True)
+    ]
