@@ -570,7 +570,8 @@ def describe(name: str, wanted: WantedModel | None) -> str:
         for key, value in sorted(wanted.overrides.items())
     )
     compatible = "".join(
-        f", {number} compatible with {other}" for number, other in sorted(wanted.compatible.items())
+        f", {number} must be compatible with {other}"
+        for number, other in sorted(wanted.compatible.items())
     )
     return (
         f"{name}: versions {_list(wanted.versions)}, default {wanted.default}{labels}{overrides}"

@@ -110,13 +110,13 @@ def test_status_has_memory_of_each_version_and_process() -> None:
 # --- changes of a kept topic ----------------------------------------------------------------------
 
 BEFORE = [("load", "digits", "1"), ("load", "digits", "2"), ("load", "digits", "3")]
-COMPATIBLE = "2 compatible with 1, 3 compatible with 1"
+COMPATIBLE = "2 must be compatible with 1, 3 must be compatible with 1"
 CHANGES = {
     "load": (
         ("load", "digits", "4"),
-        f"versions 1, 2, 3, 4, default 1, {COMPATIBLE}, 4 compatible with 1",
+        f"versions 1, 2, 3, 4, default 1, {COMPATIBLE}, 4 must be compatible with 1",
     ),
-    "unload": (("unload", "digits", "3"), "versions 1, 2, default 1, 2 compatible with 1"),
+    "unload": (("unload", "digits", "3"), "versions 1, 2, default 1, 2 must be compatible with 1"),
     "label": (
         ("label", "digits", "canary", "2"),
         f"versions 1, 2, 3, default 1, canary -> 2, {COMPATIBLE}",

@@ -112,7 +112,7 @@ def test_later_version_must_be_compatible_with_default_of_that_time() -> None:
     """A process that starts later, when the default has moved, decides in the same way."""
     model = loaded(load("digits", "1"), load("digits", "2"), set_default("digits", "2"))
     assert model.compatible == {"2": "1"}
-    assert describe("digits", model).endswith("default 2, 2 compatible with 1")
+    assert describe("digits", model).endswith("default 2, 2 must be compatible with 1")
 
 
 def test_permission_to_break_is_part_of_change() -> None:
