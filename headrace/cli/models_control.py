@@ -303,7 +303,7 @@ def _change(settings: Settings, given: Manner, choose: Choose) -> None:
 def _why_not_followed(outcome: ChangeOutcome, timeout_s: float) -> str:
     if not outcome.processes:
         return NO_PROCESS
-    if all(each.has_ended(outcome.generation) for each in outcome.processes.values()):
+    if outcome.failed:
         return "a version cannot be loaded, see above; the change stays made"
     return f"not all processes have followed within {timeout_s:g} s"
 

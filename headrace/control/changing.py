@@ -86,12 +86,14 @@ class ChangeOutcome(NamedTuple):
         generation: of the wanted models now.
         processes: those that were heard, if it was waited for them.
         followed: whether they have the versions ready that the change is about.
+        failed: whether they have not, and what is missing cannot be loaded.
     """
 
     record: ControlRecord | None
     generation: int
     processes: dict[str, ProcessReport]
     followed: bool
+    failed: bool = False
 
 
 class _Written(NamedTuple):
@@ -174,12 +176,15 @@ class ModelChanges:
         async with open_processes(self._log, self._settings, self._tuning) as processes:
             record, generation, awaited = await self._write(choose, author)
             reports = processes.reports
-            await processes.listen(
+            has_ended = await processes.listen(
                 lambda: all(each.has_ended(generation, awaited) for each in reports.values()),
                 wait_s,
             )
         followed = all(each.has_followed(generation, awaited) for each in reports.values())
-        return ChangeOutcome(record, generation, reports, followed and bool(reports))
+        is_any = bool(reports)
+        return ChangeOutcome(
+            record, generation, reports, followed and is_any, has_ended and is_any and not followed
+        )
 
     async def load_selected(
         self,

@@ -51,9 +51,7 @@ class ProcessReport(NamedTuple):
 
     def _missing(self, awaited: Collection[tuple[str, str]] | None) -> list[UnreadyVersion]:
         return [
-            each
-            for each in self.unready
-            if awaited is None or (each.name, each.version) in awaited
+            each for each in self.unready if awaited is None or (each.name, each.version) in awaited
         ]
 
 
