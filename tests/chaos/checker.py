@@ -3,7 +3,9 @@
 The rules, for requests that the log holds and answers that a `read_committed` reader saw:
 
 - *lost*: a request without an answer. A record that cannot be read has none.
-- *unkept*: a request whose answer says that it can never succeed, without a dead letter.
+- *unkept*: a request whose answer says that it can never succeed, without a dead letter. Where
+  another attempt may end differently, as with a claim that came with wrong bytes, the last answer
+  counts: the process may have been killed between an answer and its dead letter.
 - *doubled*: a request with more answers than the guarantee allows. Exactly once allows one. At
   least once allows a further one only where a fault explains it: between the timestamps of two
   consecutive answers (both included) lies some part of a fault that can take a partition from
@@ -167,7 +169,12 @@ def _lost(
 def _unkept(history: History) -> Iterator[Finding]:
     kept = {letter.identity for letter in history.kept}
     refused = {answer.identity for answer in history.answered if answer.status in KEPT}
+    may_change = {request.identity for request in history.sent if len(request.statuses) > 1}
+    in_order = sorted(history.answered, key=lambda answer: answer.at_ms)
+    last = {answer.identity: answer.status for answer in in_order}
     for identity in refused - kept:
+        if identity in may_change and last[identity] not in KEPT:
+            continue
         yield Finding(Breach.UNKEPT, (identity,), f"request {identity} has no dead letter")
 
 

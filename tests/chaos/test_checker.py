@@ -119,6 +119,22 @@ def test_repetition_needs_injected_fault_between_its_answers(fault: Fault, expla
     assert [each.breach for each in check(history, Promise("exactly_once"))] == [Breach.DOUBLED]
 
 
+@pytest.mark.parametrize(("is_refused_last", "breaches"), [(False, []), (True, [Breach.UNKEPT])])
+def test_last_answer_to_request_that_may_be_refused_needs_dead_letter(
+    is_refused_last: bool, breaches: list[Breach]
+) -> None:
+    """A process that is killed before the dead letter answers again; a claim may be right then."""
+    history = _twice(Fault(20, 20, FaultKind.KILLED, ("responder",)))
+    before, after = history.answered
+    history.sent[0] = history.sent[0]._replace(statuses=("ok", "INVALID_REQUEST"))
+    refused = (after if is_refused_last else before)._replace(
+        status="INVALID_REQUEST", output=NO_NUMBER
+    )
+    history.answered[:] = [before, refused] if is_refused_last else [refused, after]
+
+    assert [each.breach for each in check(history, Promise())] == breaches
+
+
 def test_each_repetition_needs_its_own_injected_fault() -> None:
     """A third answer long after the fault is not excused by what excused the second."""
     history = _twice(Fault(20, 20, FaultKind.KILLED, ("responder",)))
