@@ -181,10 +181,10 @@ class ModelChanges:
                 wait_s,
             )
         followed = all(each.has_followed(generation, awaited) for each in reports.values())
-        is_any = bool(reports)
-        return ChangeOutcome(
-            record, generation, reports, followed and is_any, has_ended and is_any and not followed
-        )
+        if not reports:  # nobody has followed, and nobody has failed
+            return ChangeOutcome(record, generation, reports, followed=False)
+        failed = has_ended and not followed
+        return ChangeOutcome(record, generation, reports, followed, failed)
 
     async def load_selected(
         self,

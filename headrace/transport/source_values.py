@@ -393,14 +393,14 @@ class SourceValues:
         last: dict[int, asyncio.Task[None]] = {}
         async with tasks:
             while (chunk := await incoming.receive()) is not None:
-                await self._pass(chunk, tasks, last, outgoing, ended)
+                await self._send_when_read(chunk, tasks, last, outgoing, ended)
                 # Otherwise the last chunk would stay in memory while the next one is awaited.
                 del chunk
         outgoing.close()
         if ended is not None:
             ended.close()
 
-    async def _pass(
+    async def _send_when_read(
         self,
         chunk: list[Request],
         tasks: StageTasks,

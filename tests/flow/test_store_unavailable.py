@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from msgspec.structs import replace
 
 from headrace.client import Client, InferenceError
 from headrace.config import Settings, make_settings
+from headrace.log.memory import MemoryLog
 from headrace.models.config import read_model_config
 from headrace.models.packing.files import make_manifest, write_manifest
 from headrace.models.repository import FoundVersion, read_signature
@@ -73,6 +76,20 @@ def upload(bucket: S3Bucket, scratch: Path, number: int) -> None:
         bucket.objects[f"digits/{number}/{name}"] = (directory / name).read_bytes()
 
 
+@asynccontextmanager
+async def using(
+    settings: Settings, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[S3Bucket, MemoryLog, Client]]:
+    """A bucket with version 1, and a client that asks for it."""
+    async with S3Bucket() as bucket:
+        for name, value in bucket.environment.items():
+            monkeypatch.setenv(name, value)
+        upload(bucket, directory / "made", 1)
+        log = await log_for(settings)
+        async with Client(log=log, settings=settings) as client:
+            yield bucket, log, client
+
+
 async def version_of_answer(client: Client) -> str:
     """The version that answers, by its outputs and by what it says."""
     response = await client.infer("digits", {"pixels": np.ones((1, 64), np.float32)})
@@ -87,28 +104,23 @@ async def test_process_restarted_while_bucket_is_unavailable_serves_from_cache_u
 ) -> None:
     """It looks for the bucket as often as in ten minutes, and then takes the new version."""
     settings = settings_with(tmp_path)
-    async with S3Bucket() as bucket:
-        for name, value in bucket.environment.items():
-            monkeypatch.setenv(name, value)
-        upload(bucket, tmp_path / "made", 1)
-        log = await log_for(settings)
-        async with Client(log=log, settings=settings) as client:
-            async with serving(settings, log, [STAGES], QUICK):
-                assert await version_of_answer(client) == "1"
-                await bucket.go_away(absence)
-                assert await version_of_answer(client) == "1"
-            async with serving(settings, log, [STAGES], QUICK):
-                assert await version_of_answer(client) == "1"
-                enough = bucket.requests + REQUESTS[absence]
-                await eventually(lambda: bucket.requests >= enough, what="it looks for the bucket")
-                assert await version_of_answer(client) == "1"
-                await bucket.come_back()
-                upload(bucket, tmp_path / "made", 2)
+    async with using(settings, tmp_path, monkeypatch) as (bucket, log, client):
+        async with serving(settings, log, [STAGES], QUICK):
+            assert await version_of_answer(client) == "1"
+            await bucket.go_away(absence)
+            assert await version_of_answer(client) == "1"
+        async with serving(settings, log, [STAGES], QUICK):
+            assert await version_of_answer(client) == "1"
+            enough = bucket.requests + REQUESTS[absence]
+            await eventually(lambda: bucket.requests >= enough, what="it looks for the bucket")
+            assert await version_of_answer(client) == "1"
+            await bucket.come_back()
+            upload(bucket, tmp_path / "made", 2)
 
-                async def has_new_version() -> bool:
-                    return await version_of_answer(client) == "2"
+            async def has_new_version() -> bool:
+                return await version_of_answer(client) == "2"
 
-                await eventually(has_new_version, what="version 2 answers")
+            await eventually(has_new_version, what="version 2 answers")
 
 
 async def test_version_that_could_not_be_downloaded_at_start_is_served_after_outage(
@@ -116,25 +128,20 @@ async def test_version_that_could_not_be_downloaded_at_start_is_served_after_out
 ) -> None:
     """Without a signal, although such a process does not look at its repository otherwise."""
     settings = settings_with(tmp_path, "all")
-    async with S3Bucket() as bucket:
-        for name, value in bucket.environment.items():
-            monkeypatch.setenv(name, value)
-        upload(bucket, tmp_path / "made", 1)
-        log = await log_for(settings)
-        async with Client(log=log, settings=settings) as client:
-            async with serving(settings, log, [STAGES], QUICK):
-                assert await version_of_answer(client) == "1"
-            shutil.rmtree(tmp_path / "cache" / "versions")
-            await bucket.go_away(Absence.FAILS)
-            async with serving(settings, log, [STAGES], QUICK):
-                with pytest.raises(InferenceError, match="is unavailable, and the version is not"):
-                    await version_of_answer(client)
-                await bucket.come_back()
+    async with using(settings, tmp_path, monkeypatch) as (bucket, log, client):
+        async with serving(settings, log, [STAGES], QUICK):
+            assert await version_of_answer(client) == "1"
+        shutil.rmtree(tmp_path / "cache" / "versions")
+        await bucket.go_away(Absence.FAILS)
+        async with serving(settings, log, [STAGES], QUICK):
+            with pytest.raises(InferenceError, match="is unavailable, and the version is not"):
+                await version_of_answer(client)
+            await bucket.come_back()
 
-                async def is_served() -> bool:
-                    try:
-                        return await version_of_answer(client) == "1"
-                    except InferenceError:
-                        return False
+            async def is_served() -> bool:
+                try:
+                    return await version_of_answer(client) == "1"
+                except InferenceError:
+                    return False
 
-                await eventually(is_served, what="the version answers")
+            await eventually(is_served, what="the version answers")

@@ -408,25 +408,35 @@ async def test_received_batches_go_to_consumers_of_their_model() -> None:
     assert refused.requests == []
 
 
+@asynccontextmanager
+async def receiving_batches(log: MemoryLog) -> AsyncIterator[BatchReceiver]:
+    """A receiver of batches that runs until the end of the context."""
+    async with reading(log) as source, asyncio.TaskGroup() as tasks:
+        receiver = BatchReceiver(source, Tray(), lambda _name, _version: None)
+        tasks.create_task(receiver.run(), name="receive")
+        yield receiver
+        source.stop_reading()
+
+
+async def answer_first(receiver: BatchReceiver) -> str:
+    """Take the next batch, acknowledge its first request, and return its id."""
+    batch = await receiver.batch_queue.consumer(("digits", "1")).pull()
+    assert batch is not None
+    batch.requests[0].ack_handle.ack()
+    return batch.batch_id
+
+
 async def test_waiting_receiver_does_not_keep_last_batch() -> None:
     """A request that was answered is charged to no budget, with all of its inputs."""
     log = await make_log()
     await write_batches(log, Batch("b-1", [make_request(inputs=PIXELS)], "full"))
     before = requests_alive()
 
-    async with reading(log) as source:
-        feed = BatchReceiver(source, Tray(), lambda _name, _version: None)
-        running = asyncio.create_task(feed.run())
-        batch = await feed.batch_queue.consumer(("digits", "1")).pull()
-        assert batch is not None
-        batch.requests[0].ack_handle.ack()
+    async with receiving_batches(log) as feed:
+        await answer_first(feed)
         await eventually(lambda: is_committed(log, 1))
-        del batch
-        kept = requests_alive() - before
-        source.stop_reading()
-        await running
 
-    assert kept == 0
+        assert requests_alive() == before
 
 
 async def test_batch_with_request_before_the_offset_before_it_is_dropped() -> None:
@@ -437,17 +447,9 @@ async def test_batch_with_request_before_the_offset_before_it_is_dropped() -> No
     for batch_id, request in (("strange", strange), ("good", good)):
         await write_batches(log, Batch(batch_id, [request], "full"))
 
-    async with reading(log) as source:
-        feed = BatchReceiver(source, Tray(), lambda _name, _version: None)
-        running = asyncio.create_task(feed.run())
-        batch = await feed.batch_queue.consumer(("digits", "1")).pull()
-        assert batch is not None
-        batch.requests[0].ack_handle.ack()
+    async with receiving_batches(log) as feed:
+        assert await answer_first(feed) == "good"
         await eventually(lambda: is_committed(log, 2))
-        source.stop_reading()
-        await running
-
-    assert batch.batch_id == "good"
 
 
 async def test_written_batch_keeps_no_record_alive() -> None:
