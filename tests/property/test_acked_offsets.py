@@ -15,8 +15,13 @@ from headrace.delivery.acked_offsets import (
     decode_ranges,
     encode_ranges,
 )
-from headrace.log.port import Committed
+from headrace.delivery.budget import Budget
+from headrace.delivery.inflight import InFlightTracker
+from headrace.delivery.offset_store import OffsetStore
+from headrace.log.port import Committed, TopicPartition
+from headrace.protocol.messages import Request
 from headrace.tuning import TUNING
+from tests.support.work import make_request
 
 OFFSETS = st.integers(0, 200)
 
@@ -213,3 +218,26 @@ def test_metadata_of_another_version_is_refused(text: str) -> None:
     """Ignoring it would repeat answers, so that the process ends and says why."""
     with pytest.raises(UnknownMetadata, match="another version of Headrace"):
         AckedOffsets.from_committed(Committed(5, text))
+
+
+@given(partitions(), st.data())
+def test_commit_with_answers_equals_commit_after_each_of_them(
+    partition: Partition, data: st.DataObject
+) -> None:
+    tracker = InFlightTracker(Budget(1 << 20), lambda: None)
+    source = TopicPartition("requests", 0)
+    assignment = tracker.assign(source, AckedOffsets(partition.base))
+    requests: list[Request] = []
+    for offset in partition.delivered:
+        request = make_request()
+        request.ack_handle = assignment.admit(offset, 10)
+        request.offset, request.previous = offset, request.ack_handle.previous
+        requests.append(request)
+    is_answered = st.lists(st.booleans(), min_size=len(requests), max_size=len(requests))
+    answered = [each for each, is_in in zip(requests, data.draw(is_answered), strict=True) if is_in]
+    store = OffsetStore(tracker, None, "requests", "requests")
+
+    _, committed = store.fit_commit_metadata(0, [(each, source) for each in answered])
+    store.ack(answered)
+
+    assert committed == assignment.progress.committable()
