@@ -2,7 +2,8 @@
 
 With order by partition, the predecessor of a record is the one delivered before it. With order by
 key, it is the last earlier one with the same key, and a record may have none. In both cases a
-record leaves once its predecessor has left, or is already answered.
+record leaves once its predecessor has left, or is already answered; with order by partition, all
+before its predecessor must be answered as well.
 
 Synchronous, and without I/O.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.tuning import TUNING
 
 T = TypeVar("T")
@@ -21,6 +23,20 @@ class Answered(Protocol):
     """Set of answered offsets, such as `headrace.delivery.acked_offsets.AckedOffsets`."""
 
     def __contains__(self, offset: int) -> bool: ...
+
+
+class BelowBase:
+    """The offsets below a base, for order by partition.
+
+    What is answered above it may have unanswered records before it: a former owner has passed
+    over a cancelling record, or has answered in no order.
+    """
+
+    def __init__(self, progress: AckedOffsets) -> None:
+        self._progress = progress
+
+    def __contains__(self, offset: int) -> bool:
+        return offset < self._progress.base
 
 
 class AnswerOrder(Generic[T]):

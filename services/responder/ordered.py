@@ -18,7 +18,7 @@ from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.failures import drop_revoked
 from headrace.delivery.inflight import AssignedPartition, InFlightAck
 from headrace.delivery.offset_store import OffsetStore, PendingAnswer
-from headrace.delivery.ordering import AnswerOrder
+from headrace.delivery.ordering import AnswerOrder, BelowBase
 from headrace.delivery.producing import deliver, deliver_in_order, refused_for_size
 from headrace.errors import Rejected
 from headrace.log.port import NewRecord, Producer, TopicPartition
@@ -47,12 +47,18 @@ class _PartitionAnswers:
     """
 
     def __init__(
-        self, number: int, progress: AckedOffsets, assignment: AssignedPartition | None
+        self,
+        number: int,
+        progress: AckedOffsets,
+        assignment: AssignedPartition | None,
+        order_by: OrderBy,
     ) -> None:
         self.number = number
         self.progress = progress
         self.assignment = assignment
-        self.order: AnswerOrder[PendingAnswer] = AnswerOrder(progress)
+        self.order: AnswerOrder[PendingAnswer] = AnswerOrder(
+            BelowBase(progress) if order_by == "partition" else progress
+        )
         self.queued = self.stepping = 0
         self.waiting: list[PendingAnswer] = []
         self.changed = AutoResetEvent()
@@ -185,7 +191,7 @@ class PartitionSequencer:
             if queue is not None:
                 self._close(queue)
             queue = self._queues[number] = _PartitionAnswers(
-                number, progress, self._offset_store.assignment(number)
+                number, progress, self._offset_store.assignment(number), self._order_by
             )
         return queue
 

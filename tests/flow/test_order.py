@@ -5,18 +5,24 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from headrace.config import Settings, make_settings
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.log.memory.faults import TransactionFault
+from headrace.log.port import NewRecord, TopicPartition
+from headrace.protocol.codec import encode_request
 from headrace.runtime.process import Pipeline
 from headrace.runtime.shutdown import Stop
 from headrace.topics import STAGES, Stage
 from tests.support.conditions import eventually
+from tests.support.logs import write_to
 from tests.support.mixed import Mixed
 from tests.support.models import add_version, embedding
 from tests.support.pipelines import PARTITIONS, Grouping, log_for, serving
 from tests.support.tuning import QUICK
+from tests.support.visible import orders
 
 FUSED: Grouping = [STAGES]
 THREE: Grouping = [(Stage.INGEST,), (Stage.BATCHER, Stage.EXECUTOR), (Stage.RESPONDER,)]
@@ -115,3 +121,28 @@ async def test_answers_in_order_do_not_overtake_after_failed_commit_or_send(
         await caller.all_answered()
 
     await caller.check()
+
+
+async def test_answers_in_order_do_not_overtake_behind_record_answered_before_restart(
+    settings: Settings, form: Grouping
+) -> None:
+    """A former owner has passed over a cancellation whose predecessor it has not answered."""
+    log = await log_for(settings)
+    requests = TopicPartition("headrace.requests", 0)
+    index = {"index": np.array([[1]], np.int64)}
+    await write_to(
+        log,
+        requests,
+        NewRecord(b"key", encode_request("application/msgpack", "embedding", index)),
+        NewRecord(b"key", None, [("x-cancel", b"headrace.requests/0/0")]),
+        NewRecord(b"key", encode_request("application/msgpack", "missing", index)),
+    )
+    await log.commit("headrace", {requests: AckedOffsets(0, [(1, 2)]).committable()})
+
+    async def is_answered() -> bool:
+        return len((await orders(log, settings))[0]) == 2
+
+    async with serving(settings, log, form, QUICK):
+        await eventually(is_answered)
+
+    assert await orders(log, settings) == {0: [0, 2]}
