@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     import socket
 
 
+_LAST_PORT = 65535
+
+
 class Replicas(NamedTuple):
     """A command that runs in several processes.
 
@@ -46,8 +49,8 @@ def serve_replicas(invocation: Invocation, settings: Settings, replicas: Replica
     """Keep processes running until a signal, and exit with their code.
 
     Raises:
-        ConfigurationError: they cannot share the doors of a gateway.
-        Fatal: a port is taken, or an address is not this machine's.
+        ConfigurationError: they cannot share the doors of a gateway, or there are too few ports.
+        Fatal: a port is taken, of a door or for health, or an address is not this machine's.
     """
     from headrace.cli.event_loop import run
 
@@ -59,6 +62,11 @@ def serve_replicas(invocation: Invocation, settings: Settings, replicas: Replica
     if replicas.opens_doors and sys.platform == "win32":
         raise ConfigurationError(
             f"{replicas.option}: needs SO_REUSEPORT, which this system does not have"
+        )
+    if _page_port(settings, replicas.number - 1) > _LAST_PORT:
+        raise ConfigurationError(
+            f"telemetry.http_port: expected at most {_LAST_PORT - replicas.number + 1} with "
+            f"{replicas.option} {replicas.number}, got {settings.telemetry.http_port}"
         )
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # in the workers as well, until they listen to it
     configure_logging("debug" if invocation.debug else settings.telemetry.log_level)
@@ -78,12 +86,13 @@ async def _serve(invocation: Invocation, settings: Settings, replicas: Replicas)
         if replicas.opens_doors:
             options |= await _reserve_ports(settings, stack)
             common["HEADRACE_GATEWAY__REUSE_PORT"] = "true"
+        await _check_page_ports(settings, replicas.number)
         commands = [
             WorkerCommand(
                 _command_line(
                     invocation,
                     replicas.command,
-                    options | {"--http-port": _page_port(settings, number)},
+                    options | {"--http-port": str(_page_port(settings, number))},
                 ),
                 {**common, **replicas.environment(number)},
             )
@@ -114,9 +123,22 @@ async def _reserve_ports(settings: Settings, stack: ExitStack) -> dict[str, str]
     return options
 
 
-def _page_port(settings: Settings, number: int) -> str:
+async def _check_page_ports(settings: Settings, number: int) -> None:
+    """Raise `Fatal` if a process could not have its port: it would be started again for ever."""
+    from headrace.telemetry.http_listener import bind, listen
+
+    host = settings.telemetry.http_host
+    for each in range(number):
+        with ExitStack() as stack:
+            sockets = await bind("telemetry.http_port", host, _page_port(settings, each))
+            for opened in sockets:
+                stack.enter_context(opened)
+            listen("telemetry.http_port", sockets)
+
+
+def _page_port(settings: Settings, number: int) -> int:
     first = settings.telemetry.http_port
-    return str(first + number if first else 0)
+    return first + number if first else 0
 
 
 def _command_line(

@@ -129,6 +129,29 @@ def test_workers_of_gateway_need_free_port(call: Call) -> None:
     assert f"gateway.http_port: cannot listen on 127.0.0.1:{port}" in result.stderr
 
 
+@pytest.mark.parametrize("command", [("gateway", "--workers"), ("run", "--replicas")])
+def test_replicas_need_free_ports_for_health(call: Call, command: tuple[str, str]) -> None:
+    """The second one's is taken: it would be started again, and end, until someone looks."""
+    name, option = command
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ports = ("--gateway-port", "0", "--grpc-port", "0", "--http-port", str(port - 1))
+        result = call(name, option, "2", "--bootstrap-servers", "127.0.0.1:9", *ports)
+    assert result.exit_code == Exit.FAILED
+    assert result.stderr.splitlines() == [
+        f"headrace: telemetry.http_port: cannot listen on 127.0.0.1:{port}: Address already in "
+        "use; set another port, or 0 for a free one"
+    ]
+
+
+def test_replicas_need_room_above_first_port_for_health(call: Call) -> None:
+    """There is no port 65536."""
+    options = ("--bootstrap-servers", "127.0.0.1:9", "--http-port", "65535")
+    result = call("run", "--replicas", "2", *options)
+    assert result.exit_code == Exit.USAGE
+    assert "telemetry.http_port: expected at most 65534 with --replicas 2" in result.stderr
+
+
 def test_replicas_need_broker(call: Call, started: Started) -> None:
     """Each would have a log of its own, which nobody else could reach."""
     result = call("run", "--replicas", "2")
