@@ -85,10 +85,13 @@ JwtAlgorithm = Literal[
 ]
 Port = Annotated[int, Field(ge=0, le=65535), NOT_BOOL]
 Timeout = Annotated[Real, Field(ge=0.001, le=_DAY_S), NOT_BOOL]
-Rows = Annotated[int, Field(ge=1, le=1_000_000), NOT_BOOL]
-QueueDelayMs = Annotated[Real, Field(ge=0, le=_HOUR_MS), NOT_BOOL]
+MOST_ROWS: Final = 1_000_000
+Rows = Annotated[int, Field(ge=1, le=MOST_ROWS), NOT_BOOL]
+MOST_QUEUE_DELAY_MS: Final = _HOUR_MS
+QueueDelayMs = Annotated[Real, Field(ge=0, le=MOST_QUEUE_DELAY_MS), NOT_BOOL]
 BatchBytes = Annotated[int, Field(ge=1, le=2**32), NOT_BOOL]
-Instances = Annotated[int, Field(ge=1, le=256), NOT_BOOL]
+MOST_INSTANCES: Final = 256
+Instances = Annotated[int, Field(ge=1, le=MOST_INSTANCES), NOT_BOOL]
 Threads = Annotated[int, Field(ge=0, le=256), NOT_BOOL]
 DeviceBytes = Annotated[int, Field(ge=0, le=2**44), NOT_BOOL]
 ALL_CORES: Final = "1/1"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -17,7 +16,7 @@ from headrace.cli.output import say
 from headrace.cli.progress import Progress, progress
 from headrace.cli.selection_options import chosen_source, selection_options
 from headrace.cli.settings import pass_settings
-from headrace.config import Settings
+from headrace.config import MOST_INSTANCES, MOST_QUEUE_DELAY_MS, MOST_ROWS, Settings
 from headrace.errors import ConfigurationError
 from headrace.log.port import Log
 from headrace.models.version import ModelVersion
@@ -74,8 +73,12 @@ class Simulated(NamedTuple):
     notices: Sequence[str]
 
 
+_SLOWEST, _FASTEST = 0.001, 1_000_000
+"""Bounds of a rate factor, within which times fit into 64 bits."""
+
+
 def _each(
-    of: Callable[[str], T], low: float, *, exclusive: bool = False
+    of: Callable[[str], T], low: float, high: float
 ) -> Callable[[click.Context, click.Parameter, str | None], tuple[T, ...]]:
     """Return a parser of numbers separated by commas."""
 
@@ -86,9 +89,9 @@ def _each(
             message = f"expected numbers as 1,2,4, got {text!r}"
             raise click.BadParameter(message, ctx, param) from None
         for number in numbers:
-            if not math.isfinite(number) or number < low or (exclusive and number == low):
-                bound = f"above {low:g}" if exclusive else f"of at least {low:g}"
-                raise click.BadParameter(f"expected numbers {bound}, got {number}", ctx, param)
+            if not low <= number <= high:
+                message = f"expected numbers from {low:,} to {high:,}, got {number}"
+                raise click.BadParameter(message, ctx, param)
         return numbers
 
     return parse
@@ -138,27 +141,27 @@ _OPTIONS = (
     click.option(
         "--rate-factor",
         "rate_factors",
-        callback=_each(float, 0, exclusive=True),
+        callback=_each(float, _SLOWEST, _FASTEST),
         metavar="K,...",
         help="Multiply the arrival rate by these factors.",
     ),
     click.option(
         "--instances",
-        callback=_each(int, 1),
+        callback=_each(int, 1, MOST_INSTANCES),
         metavar="N,...",
         help="Numbers of instances of each model.",
     ),
     click.option(
         "--max-batch-size",
         "max_batch_sizes",
-        callback=_each(int, 1),
+        callback=_each(int, 1, MOST_ROWS),
         metavar="B,...",
         help="Maximum batch sizes, in rows.",
     ),
     click.option(
         "--max-queue-delay-ms",
         "max_queue_delays_ms",
-        callback=_each(float, 0),
+        callback=_each(float, 0, MOST_QUEUE_DELAY_MS),
         metavar="MS,...",
         help="Maximum queue delays, in milliseconds.",
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from bisect import bisect_left
@@ -26,6 +25,9 @@ from headrace.tools.replay.recording import Recording
 
 ENOUGH = 5
 """Batch sizes that were seen less often are left out, if there are others."""
+
+
+_LONGEST_US = 3600 * 1_000_000
 
 
 class BatchTime(NamedTuple):
@@ -136,18 +138,19 @@ def parse_service_time(text: str) -> tuple[str, ServiceTime]:
     """Parse `[MODEL=]T0+A` in microseconds, A per row; without a model the name is empty.
 
     Raises:
-        ValueError: the text has another form.
+        ValueError: the text has another form, or a row takes more than an hour.
     """
     model, _, line = text.rpartition("=")
     t0, plus, a = line.partition("+")
     try:
         t0_us, a_us = float(t0), float(a) if plus else 0.0
-        if not math.isfinite(t0_us + a_us) or t0_us + a_us <= 0:
+        if not 0 < t0_us + a_us <= _LONGEST_US:
             raise ValueError(line)
         return model, ServiceTime((), (t0_us, a_us))
     except ValueError:
         raise ValueError(
-            f"expected [MODEL=]T0+A in microseconds, as 1000+50 or digits=60+1.5, got {text!r}"
+            "expected [MODEL=]T0+A in microseconds, as 1000+50 or digits=60+1.5, of an hour at "
+            f"most, got {text!r}"
         ) from None
 
 

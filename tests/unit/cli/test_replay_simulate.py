@@ -115,8 +115,16 @@ def test_simulate_skips_requests_without_service_time(call: Call, tmp_path: Path
     [
         ((), "how long do batches take?"),
         (("--service-time", "fast"), "expected [MODEL=]T0+A in microseconds"),
-        (("--service-time", "1+1", "--max-batch-size", "0"), "expected numbers of at least 1"),
-        (("--service-time", "1+1", "--rate-factor", "0"), "expected numbers above 0"),
+        (("--service-time", "1+1", "--max-batch-size", "0"), "numbers from 1 to 1,000,000"),
+        (("--service-time", "1+1", "--max-batch-size", "1000001"), "numbers from 1 to 1,000,000"),
+        (("--service-time", "1+1", "--instances", "0"), "expected numbers from 1 to 256"),
+        (("--service-time", "1+1", "--instances", "2,257"), "expected numbers from 1 to 256"),
+        (("--service-time", "1+1", "--max-queue-delay-ms", "1e300"), "from 0 to 3,600,000"),
+        (("--service-time", "1+1", "--max-queue-delay-ms", "nan"), "from 0 to 3,600,000"),
+        (("--service-time", "1+1", "--rate-factor", "0"), "numbers from 0.001 to 1,000,000"),
+        (("--service-time", "1+1", "--rate-factor", "1e-300"), "from 0.001 to 1,000,000"),
+        (("--service-time", "1e300+1"), "of an hour at most"),
+        (("--service-time", "inf"), "of an hour at most"),
         (("--service-time", "1+1", "--instances", "1.5"), "expected numbers as 1,2,4"),
         (("--service-time", "other=1+1"), "expected requests of models whose service time"),
         (("--answers", "responses"), "expected a broker"),
@@ -125,7 +133,7 @@ def test_simulate_skips_requests_without_service_time(call: Call, tmp_path: Path
 def test_simulate_refuses_invalid_options(
     call: Call, requests: None, arguments: tuple[str, ...], message: str
 ) -> None:
-    """The exit code is 2, and the error says what was expected."""
+    """The exit code is 2, and the error says what was expected: what the settings take."""
     found = call(*SIMULATE, *arguments)
 
     assert found.exit_code == 2
