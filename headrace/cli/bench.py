@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from headrace.cli.event_loop import run
 from headrace.cli.infer_inputs import parse_inputs
-from headrace.cli.options import json_option
+from headrace.cli.options import POSITIVE, FiniteRange, json_option
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.output import say
 from headrace.cli.payloads import guess_content_type
@@ -299,7 +299,7 @@ IN_FLIGHT = 1024
 @click.argument("model")
 @click.option(
     "--rate",
-    type=click.FloatRange(min=0, min_open=True),
+    type=POSITIVE,
     metavar="PER_S",
     help="Requests per second, as independent callers send them.",
 )
@@ -313,7 +313,7 @@ IN_FLIGHT = 1024
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=1),
+    type=FiniteRange(min=1),
     default=10.0,
     show_default=True,
     help="How long requests are sent.",
@@ -321,7 +321,7 @@ IN_FLIGHT = 1024
 @click.option(
     "--warm-up",
     "warm_up_s",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=1.0,
     show_default=True,
     help="Initial seconds that are not counted.",

@@ -28,22 +28,19 @@ ANSWERS_FILE = click.option(
 )
 
 
-class _PositiveType(click.FloatRange):
-    """Parameter type for a finite number above 0; click's own also takes `inf` and `nan`."""
-
-    def __init__(self) -> None:
-        super().__init__(min=0, min_open=True)
+class FiniteRange(click.FloatRange):
+    """Parameter type for a finite number in a range; click's own also takes `inf` and `nan`."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
         number: float = super().convert(value, param, ctx)
         if not math.isfinite(number):
-            self.fail(f"expected a finite number above 0, got {value!r}", param, ctx)
+            self.fail(f"expected a finite number, got {value!r}", param, ctx)
         return number
 
 
-POSITIVE = _PositiveType()
+POSITIVE = FiniteRange(min=0, min_open=True)
 
 json_option = click.option("--json", "in_json", is_flag=True, help="Write JSON.")
 

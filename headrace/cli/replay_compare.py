@@ -15,6 +15,7 @@ import click
 from headrace.cli.event_loop import run
 from headrace.cli.options import (
     ANSWERS_FILE,
+    FiniteRange,
     chosen_answers,
     json_option,
     options_as,
@@ -54,8 +55,8 @@ from headrace.tools.replay.recording import Selection
 
 
 _DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
-_SHARE = click.FloatRange(min=0, max=1)
-_POSITIVE = click.FloatRange(min=0)
+_SHARE = FiniteRange(min=0, max=1)
+_NOT_NEGATIVE = FiniteRange(min=0)
 
 
 class CompareOptions(NamedTuple):
@@ -136,14 +137,14 @@ COMPARE_OPTIONS = (
     ),
     click.option(
         "--margin",
-        type=_POSITIVE,
+        type=_NOT_NEGATIVE,
         default=4.0,
         show_default=True,
         help="Allowed multiple of the noise floor.",
     ),
     click.option(
         "--max-difference",
-        type=_POSITIVE,
+        type=_NOT_NEGATIVE,
         metavar="X",
         help="Largest difference of a float output.",
     ),
@@ -164,7 +165,7 @@ COMPARE_OPTIONS = (
     ),
     click.option(
         "--max-latency-ratio",
-        type=_POSITIVE,
+        type=_NOT_NEGATIVE,
         default=1.5,
         show_default=True,
         help="Highest ratio of the medians, candidate to current.",

@@ -146,7 +146,7 @@ def test_replay_into_embedded_pipeline_is_answered(
         (["send", "--to-requests", "--to", "t"], "give either --to or --to-requests"),
         (["send", "--to", "t", "--speed", "2", "--rate", "5"], "give either --speed or --rate"),
         (["send", "--to", "t", "--speed", "0"], "expected a positive factor, or max, got '0'"),
-        (["send", "--to", "t", "--rate", "inf"], "expected a finite number above 0, got 'inf'"),
+        (["send", "--to", "t", "--rate", "inf"], "expected a finite number, got 'inf'"),
         (["send", "--to", "t", "--keep-reply", "--reply-to", "u"], "give either --keep-reply"),
         (["send", "--to", "t"], "expected a broker"),
         (["count", "--checkpoint", "c"], "No such option"),
