@@ -244,6 +244,8 @@ class Repositories(NamedTuple):
     def options(self) -> list[str]:
         """Return the same as command line options."""
         words = ["--models", str(self.current)]
+        if self.model is not None:
+            words += ["--model", self.model]
         if self.candidate is not None:
             words += ["--candidate", str(self.candidate)]
         if self.candidate_version is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -134,6 +135,23 @@ def test_command_of_worst_request_replays_only_that_request(
     assert (result.exit_code, alone["requests"]) == (1, 1)
     assert alone["worst"][0]["request"] == worst["request"]
     assert alone["worst"][0]["differs"].split(":")[0] == worst["differs"].split(":")[0]
+
+
+def test_command_of_worst_request_names_compared_model(
+    call: Call, tmp_path: Path, current: Path
+) -> None:
+    """Another model serves the version with the candidate's number."""
+    other = plant(tmp_path / "other", output_weight=swapped, output_bias=swapped)
+    shutil.copytree(other / "digits" / "1", current / "digits" / "2")
+    shutil.copytree(other / "digits" / "1", current / "others" / "1")
+    recording = capture(tmp_path / "some.capture", digit_requests(10))
+    sides = ("--models", current, "--model", "digits", "--candidate-version", 1)
+    _, found = _run(call, recording, *sides)
+
+    result = call(*found["worst"][0]["command"].split()[1:], "--json")
+
+    assert result.exit_code == 1, result.stderr
+    assert json.loads(result.stdout)["requests"] == 1
 
 
 def test_candidate_without_model_ends_with_usage_error(
