@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import click
 
 from headrace.cli.event_loop import run
+from headrace.cli.options import FiniteRange
 from headrace.cli.outcome import Unsuccessful
 from headrace.printable import printable
 
@@ -185,8 +186,12 @@ def _addresses(
     ctx: click.Context, param: click.Parameter, value: tuple[str, ...]
 ) -> tuple[str, ...]:
     for url in value:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            fits = parts.scheme in ("http", "https") and bool(parts.hostname and parts.port != 0)
+        except ValueError:  # of the port as well
+            fits = False
+        if not fits:
             raise click.BadParameter(f"expected http://HOST:PORT, got {url!r}", ctx, param)
     return tuple(dict.fromkeys(url.rstrip("/") for url in value))
 
@@ -205,7 +210,7 @@ def _addresses(
 @click.option(
     "--interval",
     "interval_s",
-    type=click.FloatRange(min=0.1),
+    type=FiniteRange(min=0.1),
     default=1.0,
     show_default=True,
     help="Seconds between two requests to each process.",
@@ -287,13 +292,16 @@ async def _fetch(session: ClientSession, url: str) -> Status:
             if answer.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
                 return {"error": f"answered {answer.status} {answer.reason}; see --key-file"}
             answer.raise_for_status()
-            return dict(await answer.json())
+            status = await answer.json()
     except TimeoutError:
         return {"error": f"no answer within {TIMEOUT_S:g} s"}
     except OSError as error:  # aiohttp's own text names its TLS settings
         return {"error": f"no answer: {os.strerror(error.errno) if error.errno else error}"}
     except (ClientError, ValueError) as error:
         return {"error": f"no answer: {error}"}
+    if not isinstance(status, dict) or "uptime_s" not in status:
+        return {"error": "answered as another program: expected telemetry.http_port of Headrace"}
+    return status
 
 
 def _print(before: Mapping[str, Status], now: Mapping[str, Status], *, in_place: bool) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import msgspec
 import pytest
 
+from headrace.cli.outcome import Exit
 from headrace.cli.top import StatusInterval, tables
 from tests.support.command_line import Call
 from tests.support.tree import ROOT
@@ -150,9 +153,43 @@ def test_top_shows_newest_error_first_and_escaped() -> None:
     )
 
 
-def test_top_refuses_invalid_address(call: Call) -> None:
+@pytest.mark.parametrize("address", ["127.0.0.1:8080", "http://[::1", "http://127.0.0.1:99999"])
+def test_top_refuses_invalid_address(call: Call, address: str) -> None:
     """The message says what was expected."""
-    ended = call("top", "--once", "--url", "127.0.0.1:8080")
+    ended = call("top", "--once", "--url", address)
 
     assert ended.exit_code == 2
-    assert "expected http://HOST:PORT, got '127.0.0.1:8080'" in ended.stderr
+    assert f"expected http://HOST:PORT, got '{address}'" in " ".join(
+        ended.stderr.replace("│", " ").split()
+    )
+
+
+def test_top_refuses_interval_that_is_no_number(call: Call) -> None:
+    """It would wait for no time that there is."""
+    assert call("top", "--interval", "nan").exit_code == Exit.USAGE
+
+
+@pytest.mark.parametrize("body", ['{"status": "ok"}', "[1, 2]"])
+def test_top_shows_that_another_program_answers(call: Call, body: str) -> None:
+    """Its answer is JSON as well, and none of a process."""
+
+    class OtherProgram(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), OtherProgram) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        result = call("top", "--once", "--interval", "0.1", "--url", url)
+        server.shutdown()
+        serving.join()
+
+    assert result.exit_code == Exit.FAILED
+    assert "answered as another program" in result.stdout
