@@ -970,6 +970,10 @@ class RuntimeTuning(Struct, frozen=True):
     """Time for committing what is acknowledged when the drain times out. If the commit is not
     answered, that work is repeated by another process.
     """
+    forced_end_s: float = 1.0
+    """Time for the end of a process after a second signal. What it still closes then is cut off, as
+    by SIGKILL: it may wait for brokers that do not answer.
+    """
     thread_switch_interval_s: float = 0.0005
     """How long a thread keeps the interpreter while another one waits for it. With Python's 5 ms, a
     busy event loop delays the dispatcher that long for each completed run.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from ipaddress import IPv4Address, IPv6Address
@@ -191,7 +193,14 @@ def serve(
     serve_process = invocation.serve_process or process.run
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     is_drained = run(
-        serve_process(settings, stages, log_rate_limiter, announce, open_doors=open_doors)
+        serve_process(
+            settings,
+            stages,
+            log_rate_limiter,
+            announce,
+            open_doors=open_doors,
+            on_forced=_end_soon,
+        )
     )
     drop_unwritten_output()
     raise click.exceptions.Exit(Exit.DONE if is_drained else Exit.NOT_DRAINED)
@@ -200,6 +209,19 @@ def serve(
 def _end_before_start(*_: object) -> NoReturn:
     """End by SIGTERM: nothing has been read, so nothing is left."""
     sys.exit(Exit.DONE)
+
+
+def _end_soon() -> None:
+    """End the process in a while, whatever it still closes then: that may wait for brokers."""
+    ending = threading.Timer(TUNING.runtime.forced_end_s, _end_now)
+    ending.daemon = True
+    ending.start()
+
+
+def _end_now() -> None:
+    log.warning(Event.CUT_OFF)
+    drop_unwritten_output()
+    os._exit(Exit.NOT_DRAINED)
 
 
 def announce_start(settings: Settings, http_port: int, doors: Mapping[str, int]) -> None:

@@ -530,6 +530,7 @@ async def run(
     announce: Callable[[int, Mapping[str, int]], None] | None = None,
     tuning: Tuning = TUNING,
     open_doors: OpenDoors | None = None,
+    on_forced: Callable[[], None] = lambda: None,
 ) -> bool:
     """Run `headrace run`: serve until SIGTERM or SIGINT; return `Pipeline.is_drained`.
 
@@ -541,8 +542,9 @@ async def run(
             once they are bound.
         open_doors: opens the gateway; None for a process without one.
         tuning: tuning values of the process.
+        on_forced: called at the second signal.
     """
-    stop = Stop()
+    stop = Stop(on_forced)
     async with AsyncExitStack() as stack:
         metrics = Metrics(CollectorRegistry(), tuning.runtime)
         log_ = await stack.enter_async_context(

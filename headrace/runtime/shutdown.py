@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 
 class Stop:
     """Stop requests to a running process.
 
+    Args:
+        on_forced: called when an immediate end is requested.
+
     Attributes:
         requested: stop reading, finish what is in flight, and end.
         forced: end now; what is in flight is not committed, so it is repeated and not lost.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_forced: Callable[[], None] = lambda: None) -> None:
+        self._on_forced = on_forced
         self.requested = asyncio.Event()
         self.forced = asyncio.Event()
 
     def request(self) -> None:
         """Request a drain; on the second call request an immediate end."""
-        if self.requested.is_set():
+        if self.requested.is_set() and not self.forced.is_set():
             self.forced.set()
+            self._on_forced()
         self.requested.set()
 
 

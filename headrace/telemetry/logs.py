@@ -37,6 +37,7 @@ class Event(StrEnum):
     READY = "process.ready"
     DRAINING = "process.draining"
     STOPPED = "process.stopped"
+    CUT_OFF = "process.cut_off"
     FAILED = "process.failed"
     STUCK = "process.stuck"
     HEAP_TRIMMED = "heap.trimmed"

@@ -7,6 +7,7 @@ import collections
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
+from headrace.cli.outcome import Exit
 from headrace.tools.local_kafka import LocalKafka
 from tests.support.conditions import eventually
 from tests.support.processes import Process, create_topics, environment
@@ -189,3 +191,29 @@ async def test_killed_parent_of_replicas_lets_them_drain(
         await eventually(lambda: count("process.ready") == 2, recheck_s=0.05)
         await parent.kill()
         await eventually(lambda: count("process.stopped") == 2, recheck_s=0.05)
+
+
+@pytest.mark.timeout(120)
+async def test_second_signal_while_brokers_are_away_ends_within_two_seconds(
+    kafka_installed: None, unique_name: str
+) -> None:
+    """Nothing that closes waits for a broker that does not answer; the exit code says that the
+    process has not drained.
+    """
+    async with LocalKafka() as cluster:
+        settings = environment(
+            cluster.bootstrap_servers, unique_name, MODELS, LIMITS__DRAIN_TIMEOUT_S="60"
+        )
+        await create_topics(settings)
+        async with Process(FUSED[0], settings) as process:
+            cluster.pause_node()
+            process.send(signal.SIGTERM)
+            await eventually(lambda: bool(process.logged("process.draining", "event")))
+            began_s = time.monotonic()
+            process.send(signal.SIGTERM)
+            code = await process.wait()
+            ended_after_s = time.monotonic() - began_s
+        cluster.resume_node()
+
+    assert ended_after_s < 2.0
+    assert code == Exit.NOT_DRAINED

@@ -54,6 +54,7 @@ def call(call: Call, started: Started) -> Call:
         log_rate_limiter: LogRateLimiter,
         announce: Callable[[int, Mapping[str, int]], None] | None,
         open_doors: OpenDoors | None,
+        on_forced: Callable[[], None],
     ) -> bool:
         started.append(tuple(stages))
         started.with_gateway = open_doors is not None
