@@ -73,8 +73,8 @@ class Credentials(NamedTuple):
 def join_values(values: Iterable[str]) -> str:
     """Return the value of a header that was sent any number of times; empty if it was not.
 
-    Different values are joined as RFC 9110 has it (section 5.3), and so are no key that is known: a
-    proxy in front may have looked at another one of them than the server.
+    Different values are joined as RFC 9110 has it (section 5.3), and so are no key that is known,
+    and no number: a proxy in front may have looked at another one of them than the server.
     """
     return ", ".join(dict.fromkeys(values))
 

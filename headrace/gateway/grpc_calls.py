@@ -156,6 +156,27 @@ def text_of(value: str | bytes | None) -> str | None:
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
+def headers_in(
+    metadata: Iterable[tuple[str, str | bytes]] | None,
+) -> dict[str, str | bytes]:
+    """Return the metadata of a call by name; several values of one are as those of a header, see
+    `join_values`.
+    """
+    found: dict[str, list[str | bytes]] = {}
+    for name, value in metadata or ():
+        found.setdefault(name, []).append(value)
+    return {name: _joined(values) for name, values in found.items()}
+
+
+def _joined(values: list[str | bytes]) -> str | bytes:
+    if len(values) == 1:
+        return values[0]
+    texts = [each for each in values if isinstance(each, str)]
+    if len(texts) == len(values):
+        return join_values(texts)
+    return b", ".join(dict.fromkeys(each for each in values if isinstance(each, bytes)))
+
+
 def credentials_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> Credentials:
     """Return what a caller sends to be known."""
     pairs = list(metadata or ())

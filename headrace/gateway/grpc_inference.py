@@ -27,6 +27,7 @@ from headrace.gateway.grpc_calls import (
     begin_answers,
     credentials_of,
     end_quiet,
+    headers_in,
     parse_message,
     refusal_of_error,
     text_of,
@@ -189,7 +190,7 @@ class GrpcInference:
         gateway, conversions = self._gateway, self._gateway.conversions
         began_s = time.monotonic()
         status = grpc.StatusCode.CANCELLED
-        found = dict(context.invocation_metadata() or ())
+        found = headers_in(context.invocation_metadata())
         given = (
             text_of(found.get(name)) for name in (HeaderName.TRACEPARENT, HeaderName.TRACESTATE)
         )

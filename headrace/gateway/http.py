@@ -23,7 +23,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from headrace import __version__
-from headrace.access.callers import ApiGroup, Caller, Denied
+from headrace.access.callers import ApiGroup, Caller, Denied, join_values
 from headrace.access.tls import RenewedContext
 from headrace.errors import Code, Rejected
 from headrace.gateway.bodies import (
@@ -372,7 +372,7 @@ class InferencePaths:
         """Take a request, and count it with the status that its caller gets."""
         began_s = time.monotonic()
         status = CALLER_GONE
-        given = (request.headers.get(name) for name in (TRACEPARENT, TRACESTATE))
+        given = (_header(request, name) for name in (TRACEPARENT, TRACESTATE))
         span = self._gateway.spans.begin(*given)
         try:
             response = await take(request, span)
@@ -419,7 +419,7 @@ class InferencePaths:
             body = await self._bodies.read(request, counted)
             content_type = _content_type(request)
             regions = gateway.access(counted)
-            json_bytes = read_number(JSON_BYTES, _only(request, JSON_BYTES), 0, len(body))
+            json_bytes = read_number(JSON_BYTES, _header(request, JSON_BYTES), 0, len(body))
             accept = _accepted(request)
             call: InferCall | None = None
             is_whole = False
@@ -516,11 +516,10 @@ class InferencePaths:
     def _urgency(
         self, request: web.Request, counted: CountedRequest, timeout_us: int = 0
     ) -> Urgency:
-        headers = request.headers
-        timeout_ms = read_number(TIMEOUT_MS, headers.get(TIMEOUT_MS), 1, MAX_TIMEOUT_MS)
+        timeout_ms = read_number(TIMEOUT_MS, _header(request, TIMEOUT_MS), 1, MAX_TIMEOUT_MS)
         given_s = (each for each in ((timeout_ms or 0) / 1e3, timeout_us / 1e6) if each)
         passed_s = time.monotonic() - counted.came_s
-        priority = read_priority(PRIORITY, headers.get(PRIORITY))
+        priority = read_priority(PRIORITY, _header(request, PRIORITY))
         return self._gateway.urgency(given_s, passed_s, priority)
 
     async def _compressed(
@@ -529,7 +528,7 @@ class InferencePaths:
         """Return the response, compressed if it is large and the caller accepts that."""
         if len(body) < self._tuning.compressed_from_bytes:
             return web.Response(body=body, headers=headers)
-        coding = choose_coding(request.headers.get("Accept-Encoding", ""))
+        coding = choose_coding(_header(request, "Accept-Encoding") or "")
         if not coding:
             return web.Response(body=body, headers=headers)
         conversions = self._gateway.conversions
@@ -539,10 +538,7 @@ class InferencePaths:
         return web.Response(body=compressed, headers={**headers, "Content-Encoding": coding})
 
     def _record_headers(self, request: web.Request, span: ServerSpan) -> list[tuple[str, bytes]]:
-        def given(name: str) -> str | None:
-            return ", ".join(request.headers.getall(name, ())) if name in request.headers else None
-
-        return self._gateway.record_headers(span, request.get(_CALLER), given)
+        return self._gateway.record_headers(span, request.get(_CALLER), partial(_header, request))
 
 
 class ManagementPaths:
@@ -712,18 +708,10 @@ def _find_version(gateway: Gateway, request: web.Request) -> ModelVersion:
 # --- headers and codings ------------------------------------------------------------------------
 
 
-def _only(request: web.Request, name: str) -> str | None:
-    """Return the value of a header; None if it is absent.
-
-    Raises:
-        Rejected: it was sent with different values, of which a proxy may take another one.
-    """
+def _header(request: web.Request, name: str) -> str | None:
+    """Return the value of a header, see `join_values`; None if it is absent."""
     values = request.headers.getall(name, ())
-    if len(set(values)) > 1:
-        raise Rejected.mismatch(
-            Code.INVALID_REQUEST, f"header {name}", expected="one value", got=f"{len(values)}"
-        )
-    return values[0] if values else None
+    return join_values(values) if values else None
 
 
 def _content_type(request: web.Request) -> str:
@@ -737,7 +725,7 @@ def _content_type(request: web.Request) -> str:
 
 def _coding_of(request: web.Request) -> str:
     """Return the coding of a body, empty for none. Raises `UnreadableBody`."""
-    given = ", ".join(request.headers.getall("Content-Encoding", ()))
+    given = ", ".join(request.headers.getall("Content-Encoding", ()))  # twice the same is two
     coding = read_coding(given)
     if coding is None:
         expected = f"one of {', '.join(CODINGS)}, or none"
@@ -763,7 +751,7 @@ def _damage_as_unreadable() -> Iterator[None]:
 
 def _accepted(request: web.Request) -> str:
     """Return the header Accept; empty if it is absent, or accepts all alike."""
-    return read_accept(", ".join(request.headers.getall("Accept", ())))
+    return read_accept(_header(request, "Accept") or "")
 
 
 def _require_accepted(accept: str, offers: tuple[str, ...]) -> str:

@@ -591,7 +591,30 @@ async def test_size_of_json_twice_is_refused_unless_it_is_the_same(
 
     assert response.status == status
     if status == 400:
-        assert response.json["error"] == f"header {JSON_BYTES}: expected one value, got 2"
+        expected = f"an integer from 0 to {len(HEAD + ROW)}, got '{len(HEAD)}, {second}'"
+        assert response.json["error"] == f"header {JSON_BYTES}: expected {expected}"
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "status"),
+    [
+        ("X-Timeout-Ms", ("60000", "60000"), 200),
+        ("X-Timeout-Ms", ("60000", "1"), 400),
+        ("X-Priority", ("7", "7"), 200),
+        ("X-Priority", ("7", "9"), 400),
+    ],
+)
+async def test_header_of_one_value_twice_is_refused_unless_it_is_the_same(
+    tmp_path: Path, name: str, values: tuple[str, str], status: int
+) -> None:
+    """A proxy in front might go by another one than the gateway."""
+    async with digits_and_texts(tmp_path) as served:
+        body = msgspec.json.encode({"inputs": [PIXELS]})
+        response = await served.post(INFER, body, headers=[(name, each) for each in values])
+
+    assert response.status == status
+    if status == 400:
+        assert response.json["error"].endswith(f"got '{', '.join(values)}'")
 
 
 @pytest.mark.parametrize("second", ["gzip", "br", "identity"])
