@@ -52,6 +52,9 @@ SERVER_PARAMETERS: Final = (
 OVER_LIMIT: Final = "Concurrent RPC limit exceeded!"
 """As grpc.aio says it."""
 
+WITHOUT_MESSAGE: Final = "expected exactly one request message, got none"
+"""grpc.aio ends such a call without a status, and grpc's other server of Python with this one."""
+
 
 def can_accept_several() -> bool:
     """Return whether the installed release of grpcio has the private names with their parameters.
@@ -59,6 +62,8 @@ def can_accept_several() -> bool:
     With another release the calls are accepted one after the other.
     """
     if not hasattr(cygrpc.AioServer, "_request_registered_call"):
+        return False
+    if not hasattr(cygrpc, "_ServicerContext"):
         return False
     functions = [
         (getattr(cygrpc, name, None), parameters) for name, parameters in PRIVATE_NAMES.items()
@@ -229,7 +234,7 @@ class _Call:
         self._outer: asyncio.Task[None] | None = None
         self._inner: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._is_handled = self._has_ended = self._is_dropped = False
+        self._has_begun = self._is_handled = self._has_ended = self._is_dropped = False
 
     def start(
         self, method: str, interceptors: tuple[grpc.aio.ServerInterceptor, ...], state: Any
@@ -238,7 +243,7 @@ class _Call:
         loop = asyncio.get_running_loop()
         methods = SimpleNamespace(resolve_handler=self._counted)
         handling = cygrpc._handle_rpc(method, methods, interceptors, state, loop, False)
-        running = self._run(handling)
+        running = self._run(handling, cygrpc._ServicerContext(state, None, None, loop))
         outer: asyncio.Task[None] = loop.create_task(
             cygrpc._schedule_rpc_coro(running, state, loop, method), name="grpc-call"
         )
@@ -281,12 +286,14 @@ class _Call:
             self._inner.cancel()
             self._outer.cancel()
 
-    async def _run(self, handling: Any) -> None:
+    async def _run(self, handling: Any, context: Any) -> None:
         self._inner = asyncio.current_task()
         if self._is_dropped:
             self.drop()
         try:
             await handling
+            if not self._has_begun:
+                await context.abort(grpc.StatusCode.UNIMPLEMENTED, WITHOUT_MESSAGE)
         except grpc.aio.InternalError:  # its end could not be sent: the caller has gone meanwhile
             raise asyncio.CancelledError from None
         finally:
@@ -312,6 +319,7 @@ class _Call:
 
     async def _begin(self, context: Any) -> None:
         """Begin to handle the call, or refuse it."""
+        self._has_begun = True
         self._stop_waiting()
         self._is_handled = self._acceptors.begin_handling()
         if not self._is_handled:

@@ -219,6 +219,24 @@ async def test_end_of_call_whose_caller_has_just_gone_logs_no_error(
     assert [each.message for each in caplog.records if each.levelname == "ERROR"] == []
 
 
+async def test_call_that_ends_without_message_is_refused_at_once() -> None:
+    """With the status by which gRPC's other servers refuse it."""
+
+    async def nothing() -> AsyncIterator[bytes]:
+        empty: list[bytes] = []
+        for each in empty:
+            yield each
+
+    echo = Echo()
+    async with served(echo) as (channel, _):
+        call: Any = channel.stream_unary(f"/{SERVICE}/{METHOD}")
+        begun = call(nothing(), timeout=DEADLINE_S / 2)
+        code, details = await begun.code(), await begun.details()
+
+    assert (echo.begun, code) == (0, grpc.StatusCode.UNIMPLEMENTED)
+    assert details == "expected exactly one request message, got none"
+
+
 async def test_call_without_message_is_dropped_after_its_time() -> None:
     """Such calls do not count as handled."""
     echo = Echo()
