@@ -114,6 +114,8 @@ class _Server:
             call: TransformCall = pickle.loads(receive_exactly(self._connection, call_bytes))  # noqa: S301
             payload = bytes(receive_exactly(self._connection, payload_bytes))
             self._answer(call, payload)
+            # Otherwise an idle child would keep its last payload in memory.
+            del call, payload
 
     def _answer(self, call: TransformCall, payload: bytes) -> None:
         for key in call.forgotten:

@@ -25,6 +25,7 @@ from headrace.transforms.process import TransformProcess
 from headrace.transforms.workers import PendingTransform, TransformPool
 from headrace.tuning import TUNING
 from tests.support.conditions import DEADLINE_S, eventually
+from tests.support.processes import transform_children
 from tests.support.services import counted, digits_models, make_instruments
 
 TRANSFORM = """
@@ -66,6 +67,7 @@ def transform(payload, content_type):
     rows = int(payload) if payload.isdigit() else 1
     return {"pixels": np.full((rows, 64), len(payload), np.float32)}
 """
+MIB = 1024 * 1024
 TUNING_HERE = replace(TUNING.transforms, restart=Backoff(0.001, 0.001))
 
 
@@ -108,6 +110,12 @@ def pool_of(
         yield pool
     finally:
         pool.close()
+
+
+def resident_bytes_of(pid: int) -> int:
+    """The resident memory of a process."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def lengths(payloads: Sequence[PendingTransform]) -> list[float | None]:
@@ -221,6 +229,17 @@ async def test_workers_stop_when_inputs_of_some_size_are_made(repository: Path) 
 
     assert 2 <= done <= 3
     assert [each.inputs is None for each in payloads] == [False] * done + [True] * (8 - done)
+
+
+async def test_idle_child_keeps_nothing_of_its_last_payload(repository: Path) -> None:
+    """It may be idle for long, and the budget of its process no longer counts the payload."""
+    version = make_version(repository)
+    with pool_of() as pool:
+        await run_all(pool, pending(version, b"a"))
+        (child,) = transform_children(os.getpid())
+        before = resident_bytes_of(child)
+        await run_all(pool, pending(version, bytes(64 * MIB)))
+        await eventually(lambda: resident_bytes_of(child) < before + 32 * MIB)
 
 
 async def test_child_inherits_no_socket(repository: Path) -> None:
