@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.errors import Code, ConfigurationError, NotLoadableHere, Rejected
+from headrace.errors import Code, ConfigurationError, NotLoadableHere, Rejected, describe_error
 from headrace.models.config import RecordColumn, RecordTransform
 from headrace.models.inputs.avro import INSTALL, AvroContainers, AvroSchema, AvroWriter, is_list
 from headrace.models.inputs.framing import FramedSchemas, Framing
@@ -220,14 +220,15 @@ class Records:
         if table.form == "protobuf":
             assert self._protobuf is not None
             return self._protobuf.append(payload, added[0])
-        if table.write is not None:
-            return table.write(
-                [row | fields for row, fields in zip(table.rows, added, strict=True)]
-            )
-        if table.form == "avro":
-            assert write_avro is not None
+        write = table.write or (write_avro if table.form == "avro" else None)
+        if write is not None:
             rows = [row | fields for row, fields in zip(table.rows, added, strict=True)]
-            return write_avro(rows if table.is_list else rows[0])
+            try:
+                return write(rows if table.write or table.is_list else rows[0])
+            except Rejected:
+                raise
+            except Exception as error:  # fastavro reads values that it does not write
+                raise _unwritable(outputs, error) from error
         texts: Sequence[bytes | msgspec.Raw] = [payload]
         if table.form == "lines":
             texts = _split_json_lines(payload)
@@ -250,6 +251,25 @@ class Records:
             for row, fields in zip(table.rows, added, strict=True)
         )
         return text.getvalue().encode()
+
+
+def _unwritable(outputs: Mapping[str, Array], error: Exception) -> Rejected:
+    """Return the refusal of records that cannot be written as Avro with the outputs in them."""
+    most = np.iinfo(np.int64).max
+    for name, array in outputs.items():
+        if array.dtype == np.uint64 and array.size and array.max() > most:
+            return Rejected.mismatch(
+                Code.MODEL_FAILED,
+                f"pass_through: output {name}",
+                expected=f"integers up to {most}, as a long of Avro",
+                got=str(array.max()),
+            )
+    return Rejected.mismatch(
+        Code.INVALID_REQUEST,
+        "payload",
+        expected="values of their types in the schema, which pass_through can write again",
+        got=describe_error(error),
+    )
 
 
 # --- reading ------------------------------------------------------------------------------------

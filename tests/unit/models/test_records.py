@@ -680,6 +680,37 @@ EVENT_BYTES = b"\0\0\0\0\0\0\xf8\x3f" + b"\x02\x0a" + b"\x02\x02"
 """1.5, Cancelled with the id 5, B."""
 
 
+@pytest.mark.parametrize(
+    ("datatype", "values", "number", "code"),
+    [
+        ("FP32", np.array([[0.5]], np.float32), 2**40, Code.INVALID_REQUEST),
+        ("UINT64", np.array([[2**64 - 1]], np.uint64), 1, Code.MODEL_FAILED),
+    ],
+    ids=["record", "output"],
+)
+def test_avro_that_cannot_be_written_says_whose_value_it_is(
+    tmp_path: Path, datatype: str, values: Any, number: int, code: Code
+) -> None:
+    """Values beyond their types can be read: those of an `int` are as those of a `long`."""
+    fields = [{"name": "v", "type": ["null", "int"]}]
+    schema = {"type": "record", "name": "Order", "fields": fields}
+    (tmp_path / "order.avsc").write_text(json.dumps(schema))
+    longs = {**schema, "fields": [{"name": "v", "type": ["null", "long"]}]}
+    payload = io.BytesIO()
+    fastavro.schemaless_writer(payload, longs, {"v": number})
+
+    with pytest.raises(Rejected, match="pass_through") as error:
+        merged(
+            payload.getvalue(),
+            "avro/binary",
+            {"p": values},
+            spec("p", datatype, [-1, 1]),
+            more='avro_schema = "order.avsc"',
+            directory=tmp_path,
+        )
+    assert error.value.code == code
+
+
 @pytest.mark.parametrize("is_list", [False, True], ids=["record", "array"])
 def test_values_of_unions_of_avro_keep_their_types(tmp_path: Path, *, is_list: bool) -> None:
     """Also those whose fields are equal: an order that was cancelled was not placed."""
