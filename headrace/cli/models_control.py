@@ -20,7 +20,7 @@ from headrace.cli.outcome import Unsuccessful
 from headrace.cli.settings import invocation, pass_settings, require_broker
 from headrace.config import Settings
 from headrace.control.changing import ChangeOutcome, Choose, ModelChanges
-from headrace.control.processes import ProcessReport, open_processes
+from headrace.control.processes import STOPPED, ProcessReport, open_processes
 from headrace.control.topic import ControlTopic
 from headrace.errors import ConfigurationError
 from headrace.models.wanted import (
@@ -304,6 +304,8 @@ def _why_not_followed(outcome: ChangeOutcome, timeout_s: float) -> str:
     if not outcome.processes:
         return NO_PROCESS
     if outcome.failed:
+        if not all(each.is_following for each in outcome.processes.values()):
+            return "a process follows no changes until it is started again; the change stays made"
         return "a version cannot be loaded, see above; the change stays made"
     return f"not all processes have followed within {timeout_s:g} s"
 
@@ -414,6 +416,8 @@ def _time(record: ControlRecord) -> str:
 
 def _process_lines(name: str, report: dict[str, Any], generation: int) -> list[str]:
     behind = "" if report["generation"] >= generation else f", behind {generation}"
+    if not report["is_following"]:
+        behind = f", not of generation {generation}, {STOPPED}"
     return [
         f"process {name}: generation {report['generation']}{behind}",
         f"  ready: {', '.join(report['ready']) or 'none'}",

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from headrace.config import Settings
-from headrace.control.processes import Processes, ProcessReport, open_processes
+from headrace.control.processes import STOPPED, Processes, ProcessReport, open_processes
 from headrace.control.topic import ChangeOvertaken, ControlTopic
 from headrace.errors import Code, ConfigurationError, NotLoadableHere, Rejected, Retriable
 from headrace.log.port import Log
@@ -72,10 +72,12 @@ class Followed(NamedTuple):
     Attributes:
         generation: the last change that it has read.
         unready: wanted versions that are not ready.
+        is_following: False if it has stopped following.
     """
 
     generation: int
     unready: Sequence[UnreadyVersion]
+    is_following: bool = True
 
 
 class ChangeOutcome(NamedTuple):
@@ -86,7 +88,7 @@ class ChangeOutcome(NamedTuple):
         generation: of the wanted models now.
         processes: those that were heard, if it was waited for them.
         followed: whether they have the versions ready that the change is about.
-        failed: whether they have not, and what is missing cannot be loaded.
+        failed: whether they have not, and what is missing cannot be loaded, or one follows no more.
     """
 
     record: ControlRecord | None
@@ -397,7 +399,8 @@ class ModelChanges:
         def heard() -> dict[str, Followed]:
             """Return how far each process has followed, this one included."""
             found = {
-                name: Followed(each.generation, each.unready) for name, each in reports.items()
+                name: Followed(each.generation, each.unready, each.is_following)
+                for name, each in reports.items()
             }
             if self._followed is not None:
                 found["this process"] = self._followed() or Followed(-1, ())
@@ -409,8 +412,8 @@ class ModelChanges:
                 name: [
                     each.line for each in process.unready if (each.name, each.version) in versions
                 ]
-                if process.generation >= generation
-                else [f"generation {generation}"]
+                if process.is_following and process.generation >= generation
+                else [f"generation {generation}" + ("" if process.is_following else f", {STOPPED}")]
                 for name, process in heard().items()
             }
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from headrace.config import Settings
 from headrace.errors import ConfigurationError, Rejected
@@ -15,6 +15,8 @@ from headrace.protocol.codec.events import decode_event
 from headrace.protocol.events import NOT_CONTROLLED, UnreadyVersion
 from headrace.topics import Topic
 from headrace.tuning import TUNING, ControlTuning
+
+STOPPED: Final = "which it does not follow until it is started again"
 
 
 class ProcessReport(NamedTuple):
@@ -25,12 +27,14 @@ class ProcessReport(NamedTuple):
         ready: versions that are ready, as `name/version`.
         unready: wanted versions that are not.
         memory_bytes: measured memory of ready versions, by `name/version` and device.
+        is_following: False if it has stopped following.
     """
 
     generation: int
     ready: tuple[str, ...]
     unready: tuple[UnreadyVersion, ...]
     memory_bytes: Mapping[str, Mapping[str, int]] = MappingProxyType({})
+    is_following: bool = True
 
     def has_followed(
         self, generation: int, awaited: Collection[tuple[str, str]] | None = None
@@ -38,14 +42,17 @@ class ProcessReport(NamedTuple):
         """Return whether it is at the generation, with these versions ready, by model and number;
         None stands for all that are wanted.
         """
-        return self.generation >= generation and not self._missing(awaited)
+        has_read = self.is_following and self.generation >= generation
+        return has_read and not self._missing(awaited)
 
     def has_ended(
         self, generation: int, awaited: Collection[tuple[str, str]] | None = None
     ) -> bool:
         """Return whether it has followed the generation as far as it can: what is missing of these
-        versions has failed.
+        versions has failed, or it follows no more.
         """
+        if not self.is_following:
+            return True
         missing = self._missing(awaited)
         return self.generation >= generation and not any(each.is_under_way for each in missing)
 
@@ -115,7 +122,7 @@ class Processes:
             if model.memory_bytes
         }
         unready = tuple(event.unready_versions())
-        report = ProcessReport(event.generation, ready, unready, memory_bytes)
+        report = ProcessReport(event.generation, ready, unready, memory_bytes, event.is_following)
         self.reports[event.executor] = report
         self._heard_s[event.executor] = now_s
 

@@ -88,7 +88,8 @@ class ExecutorEvent(Struct, kw_only=True, omit_defaults=True):
     `silent_after_ms` may be considered dead. A process that follows the control topic says up to
     which `generation`, which wanted versions are not ready, as `name/version: reason`, which of
     these have `failed`, as `name/version`, which of the failed ones are `rejected` because of the
-    model's files or configuration, and which `stages` it has.
+    model's files or configuration, and which `stages` it has. `is_following` is False once it has
+    stopped following: its generation may be of a topic that is no more.
     """
 
     executor: Name
@@ -102,6 +103,7 @@ class ExecutorEvent(Struct, kw_only=True, omit_defaults=True):
     stages: list[str] = []
     failed: list[str] = []
     rejected: list[str] = []
+    is_following: bool = True
 
     def unready_versions(self) -> list[UnreadyVersion]:
         """Return the wanted versions that are not ready. The text of a reason has no meaning."""

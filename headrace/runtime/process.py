@@ -89,14 +89,14 @@ class Announcements:
         )
 
     async def send(
-        self, models: Models, progress: Callable[[], tuple[int, Sequence[UnreadyVersion]]]
+        self, models: Models, progress: Callable[[], tuple[int, Sequence[UnreadyVersion], bool]]
     ) -> None:
         """Announce what this process has ready; never returns.
 
         Args:
             models: its models.
-            progress: returns the generation of the control topic that it has followed, and the
-                wanted versions that are not ready.
+            progress: returns the generation of the control topic that it has followed, the wanted
+                versions that are not ready, and whether it still follows.
         """
         topic = await self._find_topic()
         name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -242,7 +242,7 @@ class Pipeline:
 
     def _followed(self) -> Followed | None:
         wanted = self.state.wanted()
-        return None if wanted is None else Followed(wanted.generation, wanted.unready)
+        return None if wanted is None else Followed(*wanted)
 
     async def _has_what_is_wanted(self) -> None:
         """Wait until no wanted version is on its way to the stages behind.
@@ -381,7 +381,8 @@ class Pipeline:
             work["read-announcements"] = self._announcements.read(self.models)
         if follower is not None and self._stages:  # a gateway alone serves no model
             work["announce-control"] = self._announcements.send(
-                self.models, lambda: (follower.state.generation, self._unready())
+                self.models,
+                lambda: (follower.state.generation, self._unready(), follower.is_following),
             )
         models = self._settings.models
         if models.mode != "explicit" and self._needs_models:

@@ -182,7 +182,8 @@ class ControlHeartbeat:
         topic: name and number of partitions of the events topic.
         process: a name that no other process has or had.
         models: returns the versions that are ready now.
-        followed: returns the generation, and the wanted versions that are not ready.
+        followed: returns the generation, the wanted versions that are not ready, and whether it
+            still follows.
         stages: of the process.
         delivery_tuning: of writes that fail.
     """
@@ -193,7 +194,7 @@ class ControlHeartbeat:
         topic: TopicPartition,
         process: str,
         models: Callable[[], Sequence[ModelVersion]],
-        followed: Callable[[], tuple[int, Sequence[UnreadyVersion]]],
+        followed: Callable[[], tuple[int, Sequence[UnreadyVersion], bool]],
         tuning: TransportTuning = TUNING.transport,
         stages: Sequence[str] = (),
         delivery_tuning: DeliveryTuning = TUNING.delivery,
@@ -224,7 +225,7 @@ class ControlHeartbeat:
                 return
 
     def _make_event(self) -> ExecutorEvent:
-        generation, unready = self._followed()
+        generation, unready, is_following = self._followed()
         return ExecutorEvent(
             executor=self._process,
             silent_after_ms=int(self._tuning.heartbeat_s * 1000),
@@ -234,6 +235,7 @@ class ControlHeartbeat:
             stages=self._stages,
             failed=[each.key for each in unready if not each.is_under_way],
             rejected=[each.key for each in unready if each.is_rejected],
+            is_following=is_following,
         )
 
 

@@ -86,6 +86,17 @@ def test_status_without_processes_has_not_followed() -> None:
     assert (status["generation"], status["processes"], status["followed"]) == (3, {}, False)
 
 
+def test_process_that_follows_no_more_has_not_followed() -> None:
+    """Its generation is of a topic that was made anew since, and may be any."""
+    reports = {
+        "a": ProcessReport(3, ("digits/1",), ()),
+        "b": ProcessReport(7, ("digits/1",), (), is_following=False),
+    }
+    assert not describe_status(Deployment(3), reports)["followed"]
+    assert reports["b"].has_ended(3)
+    assert not reports["b"].has_followed(3)
+
+
 def test_status_has_memory_of_each_version_and_process() -> None:
     """Memory is listed by device, as far as it was measured."""
     taken = {"host": 1024, "cuda:0": 2048}

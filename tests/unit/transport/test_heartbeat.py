@@ -224,11 +224,13 @@ async def test_announced_versions_are_failed_or_under_way_whatever_their_reasons
         asyncio.TaskGroup() as tasks,
     ):
         heartbeat = ControlHeartbeat(
-            producer, TopicPartition("events", 1), "me", list, lambda: (1, unready)
+            producer, TopicPartition("events", 1), "me", list, lambda: (1, unready, False)
         )
         announcing = tasks.create_task(heartbeat.run())
         polled: Mapping[TopicPartition, Sequence[Record]] = {}
         while not polled:
             polled = await reader.poll(0.05, 1)
         announcing.cancel()
-    assert decode_event(polled[EVENTS][0].value or b"").unready_versions() == unready
+    event = decode_event(polled[EVENTS][0].value or b"")
+    assert event.unready_versions() == unready
+    assert not event.is_following
