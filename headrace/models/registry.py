@@ -46,7 +46,7 @@ class Reloaded(NamedTuple):
 
     A removed version keeps serving until its successor is ready. A failed version that is retried
     counts as changed. `outages` says why stores could not be reached; their models stay as they
-    were.
+    were. `emptied` has the repositories that had models at the scan before, and have none.
     """
 
     added: tuple[str, ...]
@@ -54,6 +54,7 @@ class Reloaded(NamedTuple):
     removed: tuple[str, ...]
     faults: tuple[str, ...]
     outages: tuple[str, ...] = ()
+    emptied: tuple[str, ...] = ()
 
 
 class Models:
@@ -216,7 +217,9 @@ class Models:
             model.read_as = None if wanted is None else wanted.get(each.name)
             self._update(model, each)
         self.catalog.is_read = True
-        return _summarize_changes(before, self._models)._replace(outages=self.outages)
+        return _summarize_changes(before, self._models)._replace(
+            outages=self.outages, emptied=self._scanner.emptied
+        )
 
     def _update(self, model: ModelEntry, opened: OpenedModel) -> None:
         for number, fault in opened.faults.items():

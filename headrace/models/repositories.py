@@ -22,6 +22,10 @@ class ModelRepository(Protocol):
         """Why stores could not be reached by the last scan; empty if all could."""
 
     @property
+    def emptied(self) -> tuple[str, ...]:
+        """Repositories in which the last scan found no models, unlike the one before."""
+
+    @property
     def cache_size(self) -> CacheSize | None:
         """Size of the cache after the last scan; None before, and if no store is used."""
 
@@ -101,6 +105,11 @@ class RepositoryList:
     def outages(self) -> tuple[str, ...]:
         """Why stores could not be reached by the last scan; empty if all could."""
         return tuple(reason for each in self._repositories for reason in each.outages)
+
+    @property
+    def emptied(self) -> tuple[str, ...]:
+        """Repositories in which the last scan found no models, unlike the one before."""
+        return tuple(name for each in self._repositories for name in each.emptied)
 
     @property
     def cache_size(self) -> CacheSize | None:

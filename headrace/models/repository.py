@@ -86,15 +86,17 @@ class Repository:
         settings: defaults for keys missing in `model.toml`.
 
     Attributes:
-        outages, cache_size: see `headrace.models.repositories.ModelRepository`.
+        outages, emptied, cache_size: see `headrace.models.repositories.ModelRepository`.
     """
 
     outages: tuple[str, ...] = ()
+    emptied: tuple[str, ...] = ()
     cache_size: None = None
 
     def __init__(self, path: Path, settings: Settings) -> None:
         self.path = path
         self._settings = settings
+        self._had_models = False
 
     def scan(self, wanted: WantedModels | None = None) -> list[FoundModel]:
         """See `headrace.models.repositories.ModelRepository`.
@@ -105,9 +107,12 @@ class Repository:
         trust = read_trust(
             self._settings.models.require_signature, self._settings.models.trusted_keys
         )
+        directories = self._list_directories()
+        self.emptied = (str(self.path),) if self._had_models and not directories else ()
+        self._had_models = bool(directories)
         return [
             self._read_model(each, trust, None if wanted is None else wanted[each.name])
-            for each in self._list_directories()
+            for each in directories
             if wanted is None or each.name in wanted
         ]
 

@@ -135,6 +135,11 @@ class VersionScanner:
         return self._repository.outages
 
     @property
+    def emptied(self) -> tuple[str, ...]:
+        """Repositories in which the last scan found no models, unlike the one before."""
+        return self._repository.emptied
+
+    @property
     def cache_size(self) -> CacheSize | None:
         """Size of the cache after the last scan; None before, and if no store is used."""
         return self._repository.cache_size

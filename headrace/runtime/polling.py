@@ -65,6 +65,8 @@ class RepositoryPoller:
             return
         for reason in set(reloaded.outages).difference(self._outages):
             log.warning(Event.STORE_UNAVAILABLE, reason=reason)
+        for name in reloaded.emptied:
+            log.warning(Event.REPOSITORY_EMPTIED, repository=name)
         has_changed = bool(reloaded.added or reloaded.changed or reloaded.removed)
         if has_changed or reloaded.faults != self._faults:
             log.info(Event.MODELS_RELOADED, **reloaded._asdict())

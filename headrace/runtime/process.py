@@ -653,6 +653,8 @@ def _log_faults(reloaded: Reloaded) -> None:
         log.error(Event.MODEL_FAILED, reason=fault)
     for reason in reloaded.outages:
         log.warning(Event.STORE_UNAVAILABLE, reason=reason)
+    for name in reloaded.emptied:
+        log.warning(Event.REPOSITORY_EMPTIED, repository=name)
 
 
 def _log_slow_reload(after_s: float) -> None:

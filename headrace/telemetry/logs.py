@@ -81,6 +81,7 @@ class Event(StrEnum):
     MODELS_RELOADED = "models.reloaded"
     MODELS_RELOAD_SLOW = "models.reload_slow"
     MODELS_RELOAD_FAILED = "models.reload_failed"
+    REPOSITORY_EMPTIED = "models.repository_emptied"
     MODELS_RELOAD_REFUSED = "models.reload_refused"
 
     ASSIGNED = "partitions.assigned"

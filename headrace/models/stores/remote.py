@@ -61,6 +61,8 @@ class RemoteRepository:
     Attributes:
         outages: why the store could not be reached by the last scan, or broke off a download,
             or why the cache has no note of it, or no size; empty if nothing of that happened.
+        emptied: the store's name, if the last scan found no models, and one before had found some;
+            empty otherwise.
         cache_size: as the last scan left it; None before the first one, and if it cannot be read.
     """
 
@@ -82,6 +84,7 @@ class RemoteRepository:
         """Those of the last scan, by digest: a version that is not downloaded has none cached."""
         self._is_unreachable = False
         self.outages: tuple[str, ...] = ()
+        self.emptied: tuple[str, ...] = ()
         self.cache_size: CacheSize | None = None
 
     def scan(self, wanted: WantedModels | None = None) -> list[FoundModel]:
@@ -96,8 +99,11 @@ class RemoteRepository:
         """
         models = self._settings.models
         trust = read_trust(models.require_signature, models.trusted_keys)
-        known, self._digests = _parse_note(self._cache.read_note(self._note_name)), {}
+        known = _parse_note(self._cache.read_note(self._note_name))
+        had_models = bool(known or self._digests)
+        self._digests = {}
         listed = self._list(known)
+        self.emptied = (self.name,) if had_models and not listed else ()
         found = [
             self._read_model(
                 (name, listed[name]),

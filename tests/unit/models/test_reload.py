@@ -11,7 +11,7 @@ import onnx
 import pytest
 
 from headrace.errors import Code, ConfigurationError
-from headrace.models.registry import Models
+from headrace.models.registry import Models, Reloaded
 from headrace.models.repository import Repository, WantedModels
 from headrace.models.scan import KnownVersions, OpenedModel, Retry, VersionScanner
 from headrace.models.version import State
@@ -55,6 +55,18 @@ async def test_reload_unloads_removed_model(tmp_path: Path) -> None:
     assert executor.told() == [("unload", "1")]
     assert version.state is State.UNLOADING
     assert refusal(executor.models, "digits").code == Code.UNKNOWN_MODEL
+
+
+async def test_repository_that_is_emptied_is_named_once(tmp_path: Path) -> None:
+    """Its models are unloaded, as Triton does, but a mount that has gone looks the same."""
+    add_version(tmp_path, "digits", 1, digits())
+    executor = Executor(tmp_path)
+    executor.load()
+    before = await executor.models.reload()
+    shutil.rmtree(tmp_path / "digits")
+    emptied, after = await executor.models.reload(), await executor.models.reload()
+    assert [each.emptied for each in (before, emptied, after)] == [(), (str(tmp_path),), ()]
+    assert emptied.removed == ("digits/1",)
 
 
 async def test_old_version_serves_until_new_version_is_ready(tmp_path: Path) -> None:
@@ -212,7 +224,9 @@ async def test_unreadable_version_is_not_read_again_without_retry(tmp_path: Path
 
     path.write_bytes(content)  # in a way that only reading would notice
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert await executor.models.reload(retry=False) == ((), (), (), (f"digits/1: {reason}",), ())
+    assert await executor.models.reload(retry=False) == Reloaded(
+        (), (), (), (f"digits/1: {reason}",)
+    )
     assert (await executor.models.reload()).added == ("digits/1",)
 
 

@@ -277,6 +277,18 @@ def test_version_withdrawn_from_store_is_not_served_from_cache(
     assert states(models) == {"digits/1": ""}
 
 
+async def test_store_that_is_emptied_is_named_once_by_each_process(
+    store: OutageStore, tmp_path: Path
+) -> None:
+    """Also by one that has read it before another one noted in the cache that it is empty."""
+    upload(store, tmp_path / "made")
+    first, second = (open_models(store, tmp_path / "cache") for _ in range(2))
+    assert [each.open().emptied for each in (first, second)] == [(), ()]
+    obstore.delete(store.objects, "digits/1/manifest.json")
+    found = [(await each.reload()).emptied for each in (first, second, first, second)]
+    assert found == [(store.name,), (store.name,), (), ()]
+
+
 def test_version_without_usable_manifest_leaves_other_wanted_ones(
     store: OutageStore, tmp_path: Path
 ) -> None:

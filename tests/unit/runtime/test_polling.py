@@ -19,6 +19,7 @@ from tests.support.models import add_version, digits, settings_for
 
 NOTHING = Reloaded((), (), (), ())
 NEW = NOTHING._replace(added=("digits/2",))
+EMPTIED = NOTHING._replace(emptied=("models",))
 FAULTY = NOTHING._replace(faults=("digits/2: no model",))
 UNAVAILABLE = NOTHING._replace(outages=("s3://models: nobody answers",))
 GONE = ConfigurationError("models.repository: models: No such file or directory")
@@ -52,9 +53,10 @@ class ScriptedModels:
             (UNAVAILABLE, UNAVAILABLE, NOTHING, UNAVAILABLE),
             [Event.STORE_UNAVAILABLE, Event.STORE_UNAVAILABLE],
         ),
+        ((EMPTIED, NOTHING), [Event.REPOSITORY_EMPTIED]),
         ((GONE, GONE, NOTHING, GONE), [Event.MODELS_RELOAD_FAILED, Event.MODELS_RELOAD_FAILED]),
     ],
-    ids=["nothing", "version", "fault", "store unavailable", "repository gone"],
+    ids=["nothing", "version", "fault", "store unavailable", "emptied", "repository gone"],
 )
 async def test_news_is_logged_once(
     outcomes: tuple[Reloaded | ConfigurationError, ...], events: list[Event]
