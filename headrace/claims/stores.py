@@ -69,7 +69,16 @@ https://learn.microsoft.com/en-us/rest/api/storageservices/common-rest-api-error
 
 
 class ClaimUnavailable(Retriable):
-    """The store could not be reached, or did not do what it was asked for."""
+    """The store could not be reached, or did not do what it was asked for.
+
+    Args:
+        message: why.
+        retry_after_s: after how long the store wants to be asked again; 0 if it does not say.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class ClaimStores:
@@ -166,7 +175,7 @@ class ClaimStores:
                 headers={"Accept-Encoding": "identity"},
                 allow_redirects=False,  # to a host that is not allowed
             ) as response:
-                _check_status(claim.address, response.status)
+                _check_status(claim.address, response)
                 if response.content_length is not None:
                     check_size(claim, response.content_length)
                 async for part in response.content.iter_any():
@@ -191,7 +200,7 @@ class ClaimStores:
                 allow_redirects=False,
             ) as response:
                 if response.status not in _WRITTEN:
-                    raise ClaimUnavailable(f"{address.origin}: got status {response.status}")
+                    raise _refused_for_now(address, response)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise _unavailable(address, error) from error
 
@@ -467,7 +476,7 @@ async def retry_in_time(
     Args:
         attempt: raises `ClaimUnavailable` while the store is unavailable.
         timeout_s: time for all attempts.
-        backoff: pauses between them.
+        backoff: pauses between them, where the store names no longer ones.
         where: what is transferred, for the error.
 
     Raises:
@@ -483,7 +492,8 @@ async def retry_in_time(
                 except ClaimUnavailable as error:
                     reason = str(error)
                     log.warning(Event.CLAIM_DELAYED, reason=reason)
-                await pauses.sleep()
+                    retry_after_s = error.retry_after_s
+                await asyncio.sleep(max(pauses.next_s(), retry_after_s))
     except TimeoutError:
         if not within.expired():
             raise
@@ -498,7 +508,8 @@ def check_size(claim: Claim, size_bytes: int) -> None:
         raise refuse_claim(f"an object of {claim.size_bytes} bytes", str(size_bytes))
 
 
-def _check_status(address: Address, status: int) -> None:
+def _check_status(address: Address, response: aiohttp.ClientResponse) -> None:
+    status = response.status
     if status == 200:
         return
     if 300 <= status < 400:
@@ -507,7 +518,14 @@ def _check_status(address: Address, status: int) -> None:
         raise _missing(address)
     if status < 500 and status not in _LATER:
         raise refuse_claim(f"an object that may be read at {address.origin}", f"status {status}")
-    raise ClaimUnavailable(f"{address.origin}: got status {status}")
+    raise _refused_for_now(address, response)
+
+
+def _refused_for_now(address: Address, response: aiohttp.ClientResponse) -> ClaimUnavailable:
+    """Return the error for a status after which the same request may succeed."""
+    given = response.headers.get("Retry-After", "")  # a date, which is rare, counts as none
+    retry_after_s = int(given) if given.isascii() and given.isdecimal() and len(given) < 6 else 0
+    return ClaimUnavailable(f"{address.origin}: got status {response.status}", retry_after_s)
 
 
 def _missing(address: Address) -> Rejected:

@@ -49,6 +49,7 @@ class StandInStore(ObjectServer):
         requests: methods and paths, in order.
         failures_left: this many requests get `failure`.
         failure: a status, and the code of an error in S3's protocol.
+        failure_headers: headers beside it.
         away_after: likewise those for an object, after this many.
         pause_s: pause after each part of an object.
         forgets: beginning of the paths whose objects are not kept when they are put.
@@ -64,6 +65,7 @@ class StandInStore(ObjectServer):
         self.requests: list[str] = []
         self.failures_left = 0
         self.failure = (503, "SlowDown")
+        self.failure_headers: dict[str, str] = {}
         self.pause_s = 0.0
         self.holds = self.holds_repeats = False
         self.forgets = ""
@@ -106,7 +108,8 @@ class StandInStore(ObjectServer):
 
     def _fail(self) -> web.Response:
         status, code = self.failure
-        return web.Response(status=status, text=f"<Error><Code>{code}</Code></Error>")
+        text = f"<Error><Code>{code}</Code></Error>"
+        return web.Response(status=status, text=text, headers=self.failure_headers)
 
     async def _send(
         self, request: web.Request, response: web.StreamResponse, content: bytes, *, is_cut: bool

@@ -246,6 +246,16 @@ async def test_failing_store_is_asked_again() -> None:
         assert await fetching == CONTENT
 
 
+async def test_store_is_asked_again_when_it_wants_to_be() -> None:
+    """Its `Retry-After` is longer than the pause that would be made without it."""
+    async with StandInStore() as store:
+        header = store.put("/a", CONTENT)
+        store.failures_left, store.failure_headers = 1, {"Retry-After": "1"}
+        began_s = asyncio.get_running_loop().time()
+        assert await fetched(header, store.url) == CONTENT
+        assert asyncio.get_running_loop().time() - began_s >= 1.0
+
+
 async def test_store_that_is_unavailable_is_given_up_after_timeout() -> None:
     """Whether it refuses connections or sends nothing; the error is retriable."""
     async with StandInStore() as store:
