@@ -6,7 +6,8 @@ import io
 import json
 import zlib
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from decimal import MAX_EMAX, MAX_PREC, MIN_EMIN, Context, Decimal
+from functools import cache
 from typing import Any, NamedTuple
 
 from headrace.errors import Code, ConfigurationError, Rejected, describe_error
@@ -46,7 +47,7 @@ class AvroSchema:
             raise ConfigurationError(
                 f"transform.record: Avro needs the package fastavro: {INSTALL}"
             ) from error
-        _bound_decimals(fastavro)
+        _replace_decimals(fastavro)
         self._fastavro = fastavro
         self._text = text
         self._name = name
@@ -178,20 +179,25 @@ class AvroSchema:
 
 
 @cache
-def _bound_decimals(fastavro: Any) -> None:
-    """Bound the decimals that the library reads: Python takes time by the square of their size.
-    One of 100 KB takes seconds, and deflate makes 100 bytes of it.
+def _replace_decimals(fastavro: Any) -> None:
+    """Replace the library's reader of decimals.
+
+    Python takes time by the square of their size: one of 100 KB takes seconds, and deflate makes
+    100 bytes of it. And the library rounds them, to a precision that all threads share.
     """
-    readers = fastavro.read.LOGICAL_READERS
     for kind in ("bytes-decimal", "fixed-decimal"):
-        readers[kind] = partial(_read_decimal, readers[kind])
+        fastavro.read.LOGICAL_READERS[kind] = _read_decimal
 
 
-def _read_decimal(read: Callable[..., Any], data: bytes, *schemas: Any) -> Any:
+_EXACT = Context(prec=MAX_PREC, Emax=MAX_EMAX, Emin=MIN_EMIN)
+
+
+def _read_decimal(data: bytes, schema: Any, _readers_schema: Any = None) -> Decimal:
     most = TUNING.schemas.max_decimal_bytes
     if len(data) > most:
         raise ValueError(f"a decimal of {len(data)} bytes, expected at most {most}")
-    return read(data, *schemas)
+    unscaled = Decimal(int.from_bytes(data, "big", signed=True))
+    return unscaled.scaleb(-schema.get("scale", 0), _EXACT)
 
 
 class AvroContainers:

@@ -6,6 +6,7 @@ import io
 import json
 import tomllib
 import zlib
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,17 @@ def test_long_decimal_is_refused_before_it_is_made(kind: str) -> None:
     with pytest.raises(Rejected, match="a decimal of 129 bytes, expected at most 128") as caught:
         schema.read(payload if kind == "fixed" else b"\x82\x02" + payload)
     assert caught.value.code == Code.INVALID_REQUEST
+
+
+def test_decimal_with_more_digits_than_its_precision_is_not_rounded() -> None:
+    """With `pass_through` the answer would have another amount than the request."""
+    decimal = {"type": "bytes", "logicalType": "decimal", "precision": 4, "scale": 2}
+    schema = AvroSchema(json.dumps(record_of(decimal)), "s")
+
+    read = schema.read(b"\x04\x7f\xff")
+    assert read == {"a": Decimal("327.67")}
+    with pytest.raises(ValueError, match="precision"):
+        schema.write(read)
 
 
 def test_schema_with_some_values_without_bytes_is_read() -> None:
