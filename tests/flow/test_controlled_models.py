@@ -27,6 +27,7 @@ from structlog.testing import capture_logs
 from headrace.cli.outcome import Exit
 from headrace.client import Client, InferenceError
 from headrace.config import GatewaySettings, Settings, make_settings
+from headrace.control.processes import open_processes
 from headrace.control.topic import ControlTopic
 from headrace.errors import Code
 from headrace.log.memory import MemoryLog
@@ -51,7 +52,7 @@ from headrace.runtime.process import Pipeline, running
 from headrace.runtime.shutdown import Stop
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.metrics import Metrics
-from headrace.topics import STAGES
+from headrace.topics import STAGES, Topic
 from headrace.tuning import TUNING
 from tests.support.command_line import Call
 from tests.support.conditions import DEADLINE_S, eventually
@@ -245,6 +246,25 @@ async def test_every_request_is_answered_by_version_of_its_name_during_changes(
             stopping.set()
     assert operator.generation == CHANGES + 3
     assert answered > CHANGES * CALLERS / 2
+
+
+async def test_process_announces_that_it_follows_topic_made_anew_no_more(tmp_path: Path) -> None:
+    """Its generation is higher than any of the new topic, and says nothing about it."""
+    settings = controlled(tmp_path)
+    log = await log_for(settings)
+    topic = ControlTopic(log, settings)
+    for generation in range(2):
+        await topic.write(load("digits", VERSIONS[generation]), generation, Author("test"), 0)
+    async with running(Pipeline(settings, log)), open_processes(log, settings) as processes:
+        log.faults.topics.replace(settings.topic(Topic.CONTROL))
+
+        def has_stopped() -> bool:
+            reports = processes.reports.values()
+            return bool(reports) and not any(each.is_following for each in reports)
+
+        assert await processes.listen(has_stopped, DEADLINE_S)
+        (report,) = processes.reports.values()
+    assert (report.generation, report.has_followed(1)) == (2, False)
 
 
 class Member:
