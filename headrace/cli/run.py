@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial, wraps
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
@@ -177,6 +178,7 @@ def serve(
     )
     tune_interpreter()
     keep_freed_memory()
+    raise_file_limit()
     if settings.kafka is None:
         way_in = "its gateway is the only way in" if gateway else "no producer can reach it"
         log.warning(
@@ -266,3 +268,16 @@ def tune_interpreter() -> None:
     gc.collect()
     gc.freeze()  # imported objects live as long as the process
     gc.set_threshold(*tuning.gc_thresholds)
+
+
+def raise_file_limit() -> None:
+    """Allow as many file descriptors as the hard limit does.
+
+    The usual soft limit of 1024, which is for programs that call `select`, is below the connections
+    that a gateway may have: idle callers would leave none for probes and brokers.
+    """
+    import resource  # here, because Windows has none
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # macOS has a lower limit of its own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

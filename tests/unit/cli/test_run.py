@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -32,6 +33,8 @@ class Started(list[tuple[Stage, ...]]):
     with_gateway: bool
     sighup: object
     """What SIGHUP would have done then."""
+    file_descriptors: int
+    """How many the process could have then."""
 
 
 @pytest.fixture
@@ -60,6 +63,7 @@ def call(call: Call, started: Started) -> Call:
         started.with_gateway = open_doors is not None
         started.settings = settings
         started.sighup = signal.getsignal(signal.SIGHUP)
+        started.file_descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if announce is not None:
             announce(8123, {} if open_doors is None else {"http": 8124})
         return settings.namespace == "headrace"
@@ -187,6 +191,17 @@ def test_run_shortens_thread_switch_interval(call: Call, started: Started) -> No
     call("run", "executor", "--bootstrap-servers", "127.0.0.1:9")
     assert started == [(Stage.EXECUTOR,)]
     assert sys.getswitchinterval() == pytest.approx(TUNING.runtime.thread_switch_interval_s)
+
+
+def test_run_takes_all_file_descriptors_that_it_may_have(call: Call, started: Started) -> None:
+    """Under the usual soft limit, idle callers of a gateway would lock its probes out."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1), hard))
+    try:
+        call("run", "--gateway")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert started.file_descriptors == hard
 
 
 def test_run_that_left_requests_exits_with_not_drained(
