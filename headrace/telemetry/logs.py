@@ -343,6 +343,12 @@ class RecentErrors(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a line if it tells of a fault; `logging` calls this on any thread."""
+        try:
+            self._keep(record)
+        except Exception:  # noqa: BLE001 - of the line's arguments; who logs it goes on
+            self.handleError(record)
+
+    def _keep(self, record: logging.LogRecord) -> None:
         line: Mapping[str, Any]
         if isinstance(record.msg, dict):
             line = record.msg

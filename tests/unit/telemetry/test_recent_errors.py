@@ -60,6 +60,16 @@ def test_recent_errors_keep_lines_of_libraries(errors: RecentErrors) -> None:
     assert (entry["event"], entry["reason"]) == ("aiokafka.client", "node 1 away")
 
 
+def test_line_that_cannot_be_formatted_fails_nobody_who_logs(
+    errors: RecentErrors, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As without the ring: Python reports it, and what logged goes on, such as a run of a model."""
+    line = {"msg": "%s of %d", "args": ("one",), "levelno": logging.WARNING}
+    errors.handle(logging.makeLogRecord(line))  # pytest's own handler would raise it too
+    assert "not enough arguments for format string" in capsys.readouterr().err
+    assert errors.entries() == []
+
+
 def test_recent_errors_merge_repeated_error(errors: RecentErrors) -> None:
     """One fault that repeats does not push all other errors out."""
     logger = structlog.get_logger("t")
