@@ -574,6 +574,19 @@ async def test_trace_context_of_http_caller_reaches_request(repository: Path) ->
     assert ("traceparent", parent.encode()) in record.headers
 
 
+async def test_tracestate_in_several_headers_reaches_request_whole(repository: Path) -> None:
+    """Each proxy on the way may add one; they are one list (W3C Trace Context, section 3.3.1)."""
+    parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-00"
+    given = [("traceparent", parent), ("tracestate", "a=1"), ("tracestate", "b=2")]
+    async with gateway_of(repository) as served:
+        reader = served.log.reader([TopicPartition("headrace.requests", n) for n in range(4)])
+        async with reader:
+            await served.infer("digits", {"inputs": [PIXELS]}, headers=given)
+            (record,) = await read(reader, 1)
+
+    assert ("tracestate", b"a=1, b=2") in record.headers
+
+
 async def test_only_named_headers_of_http_caller_reach_request(repository: Path) -> None:
     """The record has those of `gateway.forward_headers`, joined if a name comes twice, alone."""
     given = [("X-Request-Id", "seven"), ("Baggage", "a=1"), ("Baggage", "b=2"), ("X-Other", "0")]

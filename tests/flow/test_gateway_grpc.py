@@ -282,6 +282,21 @@ async def test_full_gateway_refuses_and_says_when_to_return(gated: Path) -> None
     assert (metadata["grpc-retry-pushback-ms"], retry.retry_delay.seconds) == ("1000", 1)
 
 
+async def test_metadata_that_comes_twice_reaches_request_whole(repository: Path) -> None:
+    """As headers over HTTP do: `tracestate`, and what `gateway.forward_headers` names."""
+    parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-00"
+    states = (("tracestate", "a=1"), ("tracestate", "b=2"))
+    baggage = (("baggage", "c=3"), ("baggage", "d=4"))
+    async with caller_of(repository, forward_headers=["baggage"]) as (served, caller):
+        reader = served.log.reader([TopicPartition("headrace.requests", n) for n in range(4)])
+        async with reader:
+            await caller.infer(pixels(), metadata=(("traceparent", parent), *states, *baggage))
+            (record,) = await read(reader, 1)
+
+    assert ("tracestate", b"a=1, b=2") in record.headers
+    assert ("baggage", b"c=3, d=4") in record.headers
+
+
 async def test_trace_context_and_priority_of_caller_are_requests(repository: Path) -> None:
     """`traceparent` is written to the request record unchanged, beside `x-priority`."""
     parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-00"
