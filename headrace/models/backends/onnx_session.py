@@ -9,6 +9,7 @@ for a failed lookup when its inputs are bound.
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,13 +53,25 @@ def require_onnx_runtime() -> None:
         )
 
 
+def import_runtime() -> Any:
+    """Import ONNX Runtime, and return it.
+
+    As it is, a release from 1.29 on sends the names of models and more to Microsoft, from Linux as
+    well, and keeps a number of the machine in the user's home. Its `disable_telemetry_events` comes
+    too late for that.
+    """
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+    import onnxruntime
+
+    return onnxruntime
+
+
 def find_runtime() -> tuple[str, list[str]]:
     """Return the installed ONNX Runtime's version and the execution providers it was built with.
 
     That does not show which devices are present. Raises `ImportError`.
     """
-    import onnxruntime
-
+    onnxruntime = import_runtime()
     return onnxruntime.__version__, onnxruntime.get_available_providers()
 
 
@@ -78,8 +91,7 @@ def open_session(
         ConfigurationError: the model, or an option in its configuration, is not valid.
     """
     require_onnx_runtime()
-    import onnxruntime
-
+    onnxruntime = import_runtime()
     wanted = config.execution_providers
     available = onnxruntime.get_available_providers()
     if missing := [name for name in wanted if name not in available]:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headrace.errors import ConfigurationError
+from headrace.models.backends.onnx_session import import_runtime
 
 NAME = "magika"
 OUTPUT = "target_label"
@@ -49,9 +50,7 @@ class MagikaModel(NamedTuple):
 
         Blocks for about 0.2 s on an idle machine of two cores.
         """
-        import onnxruntime
-
-        session = onnxruntime.InferenceSession(self.folder / _MODEL_FILE)
+        session = import_runtime().InferenceSession(self.folder / _MODEL_FILE)
         (tensor,) = session.get_inputs()
         rows = np.zeros((_MEASURED_ROWS, tensor.shape[1]), np.int32)
         session.run(None, {tensor.name: rows})

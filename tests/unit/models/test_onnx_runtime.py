@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from headrace.models.backends.port import ModelFailed, WarmUp
 from headrace.models.backends.warmup import warm_up
 from headrace.models.config import ModelConfig, make_model_config
 from headrace.models.signature import read_onnx_signature
+from headrace.primitives.child_process import import_path
 from headrace.protocol.tensors import DATATYPES
 from tests.support import models
 
@@ -229,6 +231,24 @@ def test_broken_graph_is_refused_at_load(make: Make) -> None:
     model.graph.node[0].op_type = "NoSuchOperator"
     with pytest.raises(ConfigurationError, match=r"1/model\.onnx: .*NoSuchOperator"):
         make(model).load()
+
+
+def test_runtime_keeps_nothing_for_its_makers_telemetry(tmp_path: Path) -> None:
+    """As it is, a release from 1.29 on would keep a number of the machine, and send it to them.
+
+    In a process of its own, because it is decided once, and without the variables of CI, which turn
+    it off as well.
+    """
+    repository, home = tmp_path / "models", tmp_path / "home"
+    home.mkdir()
+    models.add_version(repository, "digits", 1, models.digits())
+    environment = {"HOME": str(home), "HEADRACE_MODELS__REPOSITORY": str(repository)}
+    subprocess.run(
+        [sys.executable, "-m", "headrace", "models", "check"],
+        env=import_path() | environment,
+        check=True,
+    )
+    assert [*home.rglob("*")] == []
 
 
 def test_provider_that_is_not_installed_is_refused(make: Make) -> None:
