@@ -36,6 +36,8 @@ INSTRUCTIONS = {
     *("FROM", "ARG", "ENV", "LABEL", "WORKDIR", "COPY", "RUN", "VOLUME", "EXPOSE", "STOPSIGNAL"),
     *("HEALTHCHECK", "USER", "ENTRYPOINT", "CMD", "COMMENT"),
 }
+PROXY = {"HTTP_PROXY": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
+"""As Docker sets it in every container where the user's config.json names a proxy."""
 PINNED = re.compile(r"^[\w./-]+:v?\d+\.\d+\.\d+(-[\w.-]+)?$")
 
 
@@ -169,6 +171,23 @@ def test_compose_health_checks_use_port_of_processes(
         assert f"127.0.0.1:{port}/health/ready" in service["healthcheck"]["test"][-1]
 
 
+async def test_compose_health_check_goes_through_no_proxy(
+    processes: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    """The process is in the same container, which Docker may have told of a proxy."""
+    health, models = Health(), Models(settings_for(tmp_path))
+    health.enter(Phase.READY)
+    [check] = {each["healthcheck"]["test"][-1] for each in processes.values()}
+    async with HttpServer(("127.0.0.1", 0), health, models.catalog, CollectorRegistry()) as server:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-c", check.replace(":8080/", f":{server.port}/")),
+            env=os.environ | PROXY,
+            stderr=DEVNULL,
+        )
+        assert await process.wait() == 0
+
+
 def test_compose_uses_listeners_that_kafka_has(compose: dict[str, Any]) -> None:
     """The stages and the outside are given addresses that the broker advertises."""
     services = compose["services"]
@@ -238,7 +257,10 @@ def test_image_listens_on_exposed_port(dockerfile: DockerfileParser) -> None:
 async def test_image_health_check_is_liveness_with_and_without_tls(
     dockerfile: DockerfileParser, tmp_path: Path, secured: bool, is_live: bool
 ) -> None:
-    """It looks at no certificate, like the kubelet: a container with TLS would never be healthy."""
+    """It looks at no certificate, like the kubelet: a container with TLS would never be healthy.
+
+    Nor does it go through a proxy that the container was told of.
+    """
     access = TelemetrySettings(
         tls_cert_file=make_certificates(tmp_path).broker if secured else None
     )
@@ -252,7 +274,7 @@ async def test_image_health_check_is_liveness_with_and_without_tls(
     ) as server:
         variables = {"HEADRACE_TELEMETRY__HTTP_PORT": str(server.port)}
         process = await asyncio.create_subprocess_exec(
-            sys.executable, *arguments, env={**os.environ, **variables}, stderr=DEVNULL
+            sys.executable, *arguments, env={**os.environ, **PROXY, **variables}, stderr=DEVNULL
         )
         code = await process.wait()
 
