@@ -546,9 +546,10 @@ class HttpConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports have the methods of asyncio.Transport without deriving from it.
         self._transport = cast("asyncio.Transport", transport)
-        self._transport.set_write_buffer_limits(high=1)  # paused until the kernel has taken all
         self._inner = self._make()
         self._inner.connection_made(transport)
+        # Paused until the kernel has taken all; at once, if TLS has written something by itself.
+        self._transport.set_write_buffer_limits(high=1)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._connections.closed(self)

@@ -184,6 +184,19 @@ def test_handshake_that_fails_leaves_no_connection(run: Run, files: Certificates
     run(main())
 
 
+def test_connection_over_tls_is_no_fault_of_loop(run: Run, files: Certificates) -> None:
+    """TLS 1.3 writes at once: the transport pauses and resumes its protocol before any request."""
+
+    async def main() -> None:
+        faults: list[dict[str, object]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault))
+        async with listening(Connections(PLACES, LONG_S, LONG_S), context_of(files)) as server:
+            assert await body_over_tls(server.port, files) == "ok"
+        assert faults == []
+
+    run(main())
+
+
 def test_connections_are_accepted_again_once_there_are_file_descriptors(run: Run) -> None:
     """A process that had none for a moment answers its health checks after it."""
 
