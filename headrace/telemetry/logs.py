@@ -148,6 +148,9 @@ def configure_logging(
     Raises:
         KeyError: on any other level.
     """
+    # Otherwise gRPC's core would write a line of its own for each handshake that fails, whoever
+    # begins it. It looks when it is first used, which is later.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     stream = stream if stream is not None else sys.stderr
     threshold = _LEVELS[level]
     rate_limiter = LogRateLimiter(tuning)

@@ -20,10 +20,12 @@ from msgspec import structs
 from headrace.errors import ConfigurationError
 from headrace.telemetry.logs import Event
 from headrace.tools.local_kafka.security import Certificates, make_certificates
+from headrace.topics import STAGES
 from headrace.tuning import TUNING, AccessTuning
 from tests.support.callers import Authority
 from tests.support.conditions import DEADLINE_S
 from tests.support.gateways import add_identities, files_noticed, gateway_of, values_of
+from tests.support.processes import Process
 from tests.support.spans import tracing_settings, tracing_spans
 
 QUICK = structs.replace(TUNING.gateway, access=AccessTuning(file_check_interval_s=0.01))
@@ -109,6 +111,30 @@ async def test_doors_with_tls_do_not_speak_without_it(
         async with triton_grpc.InferenceServerClient(served.grpc) as client:
             with pytest.raises(Exception, match="UNAVAILABLE"):
                 await client.is_server_live(client_timeout=20)
+
+
+@pytest.mark.timeout(90)
+async def test_log_of_gateway_stays_json_through_handshakes_that_fail(
+    repository: Path, files: Certificates
+) -> None:
+    """The core of gRPC would write a line of its own for each, past the log and its rate limit."""
+    variables = {
+        "HEADRACE_MODELS__REPOSITORY": str(repository),
+        "HEADRACE_GATEWAY__TLS_CERT_FILE": str(files.broker),
+        "HEADRACE_GATEWAY__HTTP_PORT": "off",
+        "HEADRACE_GATEWAY__GRPC_PORT": "0",
+    }
+    async with Process(",".join(STAGES), variables, ["--gateway"]) as process:
+        [port] = process.logged(Event.GATEWAY_LISTENING, "grpc_port")
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        with suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+        await process.terminate()
+        lines = process.output.splitlines()
+
+    assert [line for line in lines if not line.startswith("{")] == []
 
 
 async def test_old_version_of_tls_is_refused(repository: Path, files: Certificates) -> None:
