@@ -245,6 +245,12 @@ def test_image_has_cache_of_models_that_its_user_may_write(dockerfile: Dockerfil
     assert f"--owner headrace --group headrace {cache_dir}" in value_of(dockerfile, "RUN")
 
 
+def test_image_keeps_nothing_in_home_of_its_user(dockerfile: DockerfileParser) -> None:
+    """There is none: CuPy could compile no kernel for its cache there."""
+    assert "--no-create-home" in value_of(dockerfile, "RUN")
+    assert dockerfile.envs["CUPY_CACHE_IN_MEMORY"] == "1"
+
+
 def test_image_listens_on_exposed_port(dockerfile: DockerfileParser) -> None:
     """The exposed port is the one of the settings, on all interfaces, and is asked for health."""
     assert dockerfile.envs["HEADRACE_TELEMETRY__HTTP_HOST"] == "0.0.0.0"
