@@ -267,6 +267,9 @@ def _renderers(*, for_people: bool) -> list[Processor]:
 # --- rate limit ----------------------------------------------------------------------------------
 
 
+_OWN_KINDS = frozenset(map(str, Event))
+
+
 class LogRateLimiter:
     """Admits a burst of events of each kind at once, and a steady rate after that.
 
@@ -285,10 +288,12 @@ class LogRateLimiter:
         is suppressed too.
 
         Args:
-            kind: the kind of event; beyond `log_max_kinds` further kinds share one bucket.
+            kind: the kind of event; beyond `log_max_kinds` further kinds share one bucket, except
+                for Headrace's own.
             now_s: monotonic seconds.
         """
-        if kind not in self._buckets and len(self._buckets) >= self._tuning.log_max_kinds:
+        is_new = kind not in self._buckets and kind not in _OWN_KINDS
+        if is_new and len(self._buckets) >= self._tuning.log_max_kinds:
             kind = ""
         bucket = self._buckets.get(kind)
         if bucket is None:

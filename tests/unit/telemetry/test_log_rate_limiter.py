@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from headrace.telemetry.logs import LogRateLimiter
+from headrace.telemetry.logs import Event, LogRateLimiter
 from headrace.tuning import TUNING
 
 BURST = 20
@@ -44,3 +44,11 @@ def test_events_over_limit_share_one_bucket() -> None:
     limiter = LogRateLimiter(TUNED)
     passed = [limiter.admit(f"kind {number}", 0.0) for number in range(MAX_KINDS + BURST + 10)]
     assert passed.count(None) == 10
+
+
+def test_lines_of_libraries_suppress_no_event_of_headrace() -> None:
+    """Not even a first one behind more kinds than are told apart, such as texts with addresses."""
+    limiter = LogRateLimiter(TUNED)
+    for number in range(MAX_KINDS + BURST + 1):
+        limiter.admit(f"asyncio: <Task at {number:#x}>", 0.0)
+    assert limiter.admit(Event.COMMIT_FAILED, 0.0) == 0
