@@ -17,10 +17,11 @@ from typing import Literal
 from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.failures import drop_revoked
 from headrace.delivery.inflight import AssignedPartition, InFlightAck
-from headrace.delivery.offset_store import OffsetStore, PendingAnswer
+from headrace.delivery.offset_store import OffsetStore, PendingAnswer, by_offset
 from headrace.delivery.ordering import AnswerOrder, BelowBase
 from headrace.delivery.producing import deliver, deliver_in_order, refused_for_size
 from headrace.errors import Rejected
+from headrace.log.errors import TopicForbidden, UnknownPartition
 from headrace.log.port import NewRecord, Producer, TopicPartition
 from headrace.primitives.auto_reset_event import AutoResetEvent
 from headrace.primitives.byte_semaphore import ByteSemaphore
@@ -299,6 +300,10 @@ class OrderedStep:
 
     All answers of a step are acknowledged together. If one were acknowledged before an earlier one
     on another topic, later answers would overtake the earlier one after a restart.
+
+    Args:
+        responses: the topic of default answers. It is written last in a step: answers that their
+            reply topics refuse go there, each in its place.
     """
 
     def __init__(
@@ -307,6 +312,7 @@ class OrderedStep:
         encoder: AnswerEncoder,
         offset_store: OffsetStore,
         metrics: Metrics,
+        responses: str,
         tuning: DeliveryTuning = TUNING.delivery,
     ) -> None:
         self._tuning = tuning
@@ -314,22 +320,38 @@ class OrderedStep:
         self._encoder = encoder
         self._offset_store = offset_store
         self._metrics = metrics
+        self._responses = responses
 
     async def __call__(self, number: int, pending: list[PendingAnswer]) -> Sequence[PendingAnswer]:
-        addressed: RequestsByTarget = {}
-        for request, target in pending:
-            if not (request.ack_handle.revoked or request.skipped):
-                addressed.setdefault(target, []).append(request)
-        # Answers for different targets have no order between them.
-        async with asyncio.TaskGroup() as tasks:
-            for target, requests in addressed.items():
-                tasks.create_task(self._answer(target, requests), name=f"to-{target}")
+        left = [each for each in pending if not (each[0].ack_handle.revoked or each[0].skipped)]
+        while left:
+            replies = [each for each in left if each[1].topic != self._responses]
+            moved = await self._answer_all(replies or left)
+            left = [each for each in left if each[1].topic == self._responses] if replies else []
+            if moved:
+                left = by_offset(left + moved)
         # Ack all at once, after every target is written: see the class's docstring.
         ended = [request for request, _ in pending]
         self._offset_store.ack(drop_revoked(ended, self._metrics))
         return ()
 
-    async def _answer(self, target: TopicPartition, requests: list[Request]) -> None:
+    async def _answer_all(self, pending: Sequence[PendingAnswer]) -> list[PendingAnswer]:
+        """Answer requests; return those whose topics refuse their answers, with other targets."""
+        addressed: RequestsByTarget = {}
+        for request, target in pending:
+            addressed.setdefault(target, []).append(request)
+        # Answers for different targets have no order between them.
+        async with asyncio.TaskGroup() as tasks:
+            answering = [
+                tasks.create_task(self._answer(target, requests), name=f"to-{target}")
+                for target, requests in addressed.items()
+            ]
+        return [each for answered in answering for each in answered.result()]
+
+    async def _answer(
+        self, target: TopicPartition, requests: Sequence[Request]
+    ) -> Sequence[PendingAnswer]:
+        """Answer requests of one target; return those that go elsewhere."""
         encoder = self._encoder
         await encoder.compress_answers(requests)
         clock = encoder.anchored_clock()
@@ -337,9 +359,11 @@ class OrderedStep:
         records = encoder.encode_answers(requests, began_us)
         encoded_us = clock()
         start = 0
+        moved: dict[Request, TopicPartition] = {}
+        ack_handle = requests[0].ack_handle  # all are of one assignment
 
         def is_assigned() -> bool:
-            return not requests[0].ack_handle.revoked  # all are of one assignment
+            return not ack_handle.revoked
 
         while start < len(records):
             refused = await deliver_in_order(
@@ -353,15 +377,25 @@ class OrderedStep:
             if refused is None:
                 break
             index, error = refused
-            await self._answer_refused(requests[start + index], target, error)
-            start += index + 1
+            start += index
+            # Some errors are those of all records, so that no other need be tried.
+            is_of_all = isinstance(error, UnknownPartition | TopicForbidden)
+            stop = len(records) if is_of_all else start + 1
+            for request in requests[start:stop]:
+                elsewhere = await self._answer_refused(request, target, error)
+                if elsewhere is not None:
+                    moved[request] = elsewhere
+            start = stop
         if not is_assigned():
-            return
+            return ()
         acknowledged_us = clock()
+        if moved:
+            requests = [request for request in requests if request not in moved]
         async for dead_letters in encoder.dead_letters(requests):
             await self._write_dead_letters(dead_letters)
         times = Answering(began_us, encoded_us, acknowledged_us, clock())
         encoder.record_answered({target: requests}, times)
+        return list(moved.items())
 
     async def _write_dead_letters(
         self, dead_letters: Mapping[TopicPartition, Sequence[NewRecord]]
@@ -375,10 +409,17 @@ class OrderedStep:
 
     async def _answer_refused(
         self, request: Request, target: TopicPartition, error: Rejected
-    ) -> None:
+    ) -> TopicPartition | None:
+        """Replace a refused answer by fallbacks until one is accepted or given up.
+
+        Returns:
+            Another target, if there is one for the next fallback.
+        """
         encoder, minimal = self._encoder, False
         while fallback := encoder.choose_fallback(request, target, error, minimal=minimal):
-            target, minimal = fallback
+            elsewhere, minimal = fallback
+            if elsewhere != target:
+                return elsewhere
             records = encoder.encode_answers([request], encoder.clock(), minimal=minimal)
             refused = await deliver_in_order(
                 self._producer,
@@ -389,5 +430,6 @@ class OrderedStep:
                 tuning=self._tuning,
             )
             if refused is None:
-                return
+                return None
             error = refused[1]
+        return None

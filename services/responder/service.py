@@ -125,7 +125,14 @@ class ResponderService:
                 tuning=self._tuning,
             )
         elif delivery.order_by != "none":
-            step = OrderedStep(producer, self._encoder, offset_store, metrics, delivery.tuning)
+            step = OrderedStep(
+                producer,
+                self._encoder,
+                offset_store,
+                metrics,
+                self._routes.responses,
+                delivery.tuning,
+            )
         else:
             return AtLeastOnce(
                 producer,

@@ -347,6 +347,29 @@ async def test_transactional_answers_in_order_do_not_overtake(exactly_once: bool
         assert await offsets_in_order(bench) == list(range(20))
 
 
+@pytest.mark.parametrize("exactly_once", [True, False])
+@pytest.mark.parametrize("topic", ["headrace.compacted", "headrace.forbidden"])
+async def test_answers_in_order_that_reply_topic_refuses_are_not_overtaken(
+    topic: str, exactly_once: bool
+) -> None:
+    """They go to `responses`, each in its place among the others there."""
+    async with running("partition", exactly_once=exactly_once) as bench:
+        await bench.log.create_topics(
+            [TopicInfo("headrace.forbidden", 1, {})], replication_factor=1
+        )
+        bench.log.faults.topics.forbid("headrace.forbidden")
+        requests = [
+            bench.request(kafka_replyTopic=topic.encode()) if each % 3 == 1 else bench.request()
+            for each in range(10)
+        ]
+        for request in requests[1::3]:
+            request.key = None
+        for request in reversed(requests):
+            await bench.incoming.send([request])
+        await bench.acked()
+        assert await offsets_in_order(bench) == list(range(10))
+
+
 async def test_transaction_is_limited_to_one_encoded_chunk() -> None:
     """Other answers go with the next transaction; the committed offset shows the progress."""
     async with running(tuning=replace(QUICK.responder, max_step_answers=5)) as bench:
