@@ -286,11 +286,11 @@ class ResponderService:
                 target = self._encoder.redirect_to_responses(request, refusal)
                 addressed.setdefault(target, []).append(request)
             return
-        partitions = (
-            self._routes.responses_partitions
-            if topic == self._routes.responses
-            else self._reply_topics.cached_partitions(topic)
-        )
+        known, number = self._routes.responses_partitions, requests[0].envelope.reply_partition
+        partitions: int | None = known
+        # `responses` may have got more partitions since the start.
+        if topic != self._routes.responses or (number is not None and number >= known):
+            partitions = self._reply_topics.cached_partitions(topic)
         for request in requests:
             if partitions is None:
                 self._reply_topics.look_up(topic, request, self._tasks)

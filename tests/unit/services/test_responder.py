@@ -118,6 +118,25 @@ async def test_answer_goes_to_reply_topic_made_anew_with_fewer_partitions() -> N
     assert [(record.partition, status(record)) for record in records] == [(0, "ok")]
 
 
+async def test_answer_goes_to_partition_added_to_responses_meanwhile() -> None:
+    """A client or gateway that starts later may have chosen it."""
+    asked = {"kafka_replyTopic": RESPONSES.topic.encode()}
+    added, absent = (
+        answerable(**asked, kafka_replyPartition=struct.pack(">i", number)) for number in (2, 3)
+    )
+    async with running() as bench:
+        bench.log.faults.topics.delete(RESPONSES.topic)
+        await bench.log.create_topics([TopicInfo(RESPONSES.topic, 3, {})], replication_factor=1)
+        await bench.answer(added, absent)
+        records = await bench.responses()
+
+    assert [(record.partition, status(record)) for record in records] == [
+        (0, "INVALID_REQUEST"),
+        (2, "ok"),
+    ]
+    assert "expected 0 to 2" in error_of(records[0])
+
+
 async def test_reply_topic_lookup_delays_no_other_answers() -> None:
     """While one topic's partitions are asked for, all other answers go out."""
     waiting, good = answerable(kafka_replyTopic=b"headrace.mine"), answerable()
