@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import threading
 import time
 from collections import defaultdict
@@ -19,6 +20,9 @@ settings.register_profile(
     "any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("any-machine")
+
+# Some tests use ONNX Runtime by itself, which would report to its makers.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 pytest_plugins = ["tests.support.broker", "tests.support.command_line", "tests.support.go_tools"]
 
