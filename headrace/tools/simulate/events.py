@@ -109,6 +109,7 @@ class ExecutorPool(NamedTuple):
         prepare_us: duration of gathering and copying its rows before that.
         leads_us: for versions whose instances prepare the next batch during a run: how long before
             the end of the run that batch closes.
+        lead_from_us: duration of the shortest run during which they do.
         around_us: by model, delay between the end of the run and the answer.
         on_batch_done: called with each finished batch, its duration, and its end.
     """
@@ -117,6 +118,7 @@ class ExecutorPool(NamedTuple):
     service_us: Callable[[str, int], int]
     prepare_us: int = 0
     leads_us: Mapping[ModelKey, int] = {}
+    lead_from_us: int = 0
     around_us: Mapping[str, int] = {}
     on_batch_done: Callable[[Batch, int, int], None] = ignore_batch
 
@@ -283,7 +285,10 @@ class Simulation:
         instance.service_us = service_us
         instance.free_us = at_us + service_us
         lead_us = executors.leads_us.get(instance.key)
-        instance.asks_us = NEVER if lead_us is None else instance.free_us - lead_us
+        if lead_us is None or service_us < executors.lead_from_us:
+            instance.asks_us = NEVER
+        else:
+            instance.asks_us = instance.free_us - lead_us
         heapq.heappush(self._running, _Done(instance.free_us, next(self._order), batch, instance))
         seen.reasons[batch.reason] += 1
         seen.batch_rows[batch.rows] += 1

@@ -194,10 +194,9 @@ def _executor_pool(served: Mapping[ModelKey, Served]) -> ExecutorPool:
         {key: each.instances for key, each in served.items()},
         lambda model, rows: runs[model](rows),
         leads_us={
-            key: tuning.prefetch_lead_us
-            for key, each in served.items()
-            if each.instances == 1 and each.service_time(1) >= tuning.prefetch_min_run_us
+            key: tuning.prefetch_lead_us for key, each in served.items() if each.instances == 1
         },
+        lead_from_us=tuning.prefetch_min_run_us,
         around_us={model: each.service_time.around_us for (model, _), each in served.items()},
         on_batch_done=learn_duration,
     )

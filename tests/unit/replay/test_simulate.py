@@ -56,6 +56,15 @@ def test_single_instance_closes_next_batch_just_in_time(instances: int, reason: 
     assert set(found.reasons) == {"idle", reason}
 
 
+def test_simulated_instance_looks_ahead_during_long_runs_only() -> None:
+    """As the executor, which asks how long this run takes, not how long one row does."""
+    arriving = arrivals([0, 100, 200, 300, 400, 500, 600, 700, 2000])
+
+    found = outcome(arriving, Served(LIMITS, 1, ServiceTime((), (800, 400))))
+
+    assert found.reasons == {"idle": 2, "just_in_time": 1}
+
+
 def test_simulated_batches_have_best_size() -> None:
     """A model that is quickest at 4 rows is given 4, since its runs are known."""
     times = ServiceTime(
