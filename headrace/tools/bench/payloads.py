@@ -16,10 +16,11 @@ from headrace.protocol.codec import encode_request
 from headrace.protocol.headers import JSON, MSGPACK, HeaderName
 from headrace.tools.bench.load import LoadRequest
 from headrace.tools.replay.jobs import open_recording
-from headrace.tools.replay.recording import Selection
+from headrace.tools.replay.recording import Selection, record_bytes
 
 MAX_CAPTURED = 10_000
-"""Maximum number of captured requests that are sent in rotation."""
+MAX_CAPTURED_BYTES = 256 * 1024 * 1024
+"""Most captured requests that are sent in rotation, in number and in bytes."""
 
 _LEFT_OUT = frozenset(
     {
@@ -65,28 +66,33 @@ def made_up(known: ModelVersion, version: str | None, *, as_json: bool = False) 
     return from_arrays(known.name, version, inputs, as_json=as_json)
 
 
-async def from_capture(path: Path) -> list[LoadRequest]:
+async def from_capture(path: Path, most_bytes: int = MAX_CAPTURED_BYTES) -> list[LoadRequest]:
     """Return the first requests of a capture file, without headers that apply only to their time.
+
+    They are held in memory: the last one is that which reaches `most_bytes`.
 
     Raises:
         ConfigurationError: the file is missing, is not a capture, or contains no requests.
         CaptureError: it is damaged.
     """
     found: list[LoadRequest] = []
+    size = 0
     async with (
-        open_recording(None, path, Selection()) as recording,
+        open_recording(None, path, Selection(limit=MAX_CAPTURED)) as recording,
         aclosing(recording.chunks()) as chunks,
     ):
         async for chunk in chunks:
-            for record in chunk[: MAX_CAPTURED - len(found)]:
-                if record.value is not None:
-                    headers = tuple(
-                        (name, value)
-                        for name, value in record.headers
-                        if value is not None and name not in _LEFT_OUT
-                    )
-                    found.append(LoadRequest(record.value, headers, record.key))
-            if len(found) == MAX_CAPTURED:
+            for record in chunk:
+                if record.value is None or size >= most_bytes:
+                    continue
+                headers = tuple(
+                    (name, value)
+                    for name, value in record.headers
+                    if value is not None and name not in _LEFT_OUT
+                )
+                found.append(LoadRequest(record.value, headers, record.key))
+                size += record_bytes(record)
+            if size >= most_bytes:
                 break
     if not found:
         raise ConfigurationError(f"{path}: expected requests, got none")

@@ -9,9 +9,11 @@ import onnx
 import pytest
 
 from headrace.config import ModelSettings, Settings
-from headrace.tools.bench.payloads import made_up
+from headrace.tools.bench.payloads import from_capture, made_up
+from headrace.tools.replay.capture import CaptureWriter
 from headrace.tools.simulate.scenarios import latest_models
 from tests.support.models import digits
+from tests.support.recordings import recorded
 
 
 @pytest.mark.parametrize("version", [None, "7"])
@@ -27,3 +29,13 @@ def test_synthetic_request_names_version_only_when_given(
     payload = made_up(latest_models(settings, None)["digits"], version)
 
     assert msgspec.msgpack.decode(payload.value).get("model_version") == version
+
+
+async def test_captured_requests_are_bounded_in_bytes(tmp_path: Path) -> None:
+    """They stay in memory as long as the load runs."""
+    path = tmp_path / "requests.capture"
+    with CaptureWriter(path, "test") as writer:
+        writer.add([recorded(number, value=b"x" * 1000) for number in range(9)])
+
+    assert len(await from_capture(path)) == 9
+    assert len(await from_capture(path, most_bytes=2500)) == 3
