@@ -33,7 +33,7 @@ class Pace(Protocol):
 class OriginalSpacing:
     """Spacing of the records' timestamps, `speed` times as fast.
 
-    A record with an earlier timestamp than its predecessor is due together with it.
+    A record with an earlier timestamp than its predecessor, or with none, is due together with it.
     """
 
     def __init__(self, speed: float = 1.0) -> None:
@@ -43,6 +43,8 @@ class OriginalSpacing:
         self._first_ms: int | None = None
 
     def at_s(self, record: Record) -> float:
+        if record.timestamp < 0:  # Kafka's -1: none
+            return 0.0
         if self._first_ms is None:
             self._first_ms = record.timestamp
         return (record.timestamp - self._first_ms) / 1000 / self._speed

@@ -113,7 +113,9 @@ def _timeout_us(deadline_ms: int, timestamp_ms: int) -> int:
 
 def _work(record: Record, envelope: Envelope) -> _Work | None:
     """Parse a record; None if it is not a valid request."""
-    if record.value is None or envelope.fault is not None or record.timestamp > _LATEST_MS:
+    if record.value is None or envelope.fault is not None:
+        return None
+    if not 0 <= record.timestamp <= _LATEST_MS:
         return None
     if envelope.content_type not in DECODED_TYPES:
         # One item, whose size after the transform is unknown.

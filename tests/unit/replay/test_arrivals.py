@@ -120,9 +120,10 @@ async def test_records_that_are_not_requests_are_left_out_and_counted(value: byt
     assert (len(found.arrivals.at_us), found.left_out) == (1, 1)
 
 
-async def test_record_with_timestamp_in_nanoseconds_is_left_out() -> None:
+@pytest.mark.parametrize("timestamp", [START_MS * 1_000_000, -1], ids=["nanoseconds", "none"])
+async def test_record_whose_timestamp_is_no_time_is_left_out(timestamp: int) -> None:
     """There is no time at which it could arrive, in the microseconds of arrivals."""
-    records = [recorded(0, timestamp=START_MS * 1_000_000), recorded(1)]
+    records = [recorded(0, timestamp=timestamp), recorded(1)]
     found = await read_arrivals(GivenRecording(records), 0)
 
     assert (len(found.arrivals.at_us), found.left_out) == (1, 1)

@@ -39,6 +39,14 @@ def test_record_with_earlier_timestamp_is_due_at_once() -> None:
     assert schedule.plan(at(0, 500, 100, 600)) == pytest.approx([0, 0.5, 0.5, 0.6])
 
 
+def test_record_without_timestamp_is_due_at_once() -> None:
+    """Also the first one: the others would be due half a century later."""
+    first, second, *others = at(0, 0, 200, 700)
+    unstamped = [each._replace(timestamp=-1) for each in (first, second)]
+    schedule = Schedule(OriginalSpacing(), 0.0)
+    assert schedule.plan([unstamped[0], *others, unstamped[1]]) == pytest.approx([0, 0, 0.5, 0.5])
+
+
 def test_schedule_continues_across_chunks() -> None:
     """The second chunk continues the timeline of the first."""
     schedule = Schedule(FixedRate(500), 10.0)
