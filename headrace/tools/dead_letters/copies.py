@@ -110,8 +110,9 @@ def load_transform(path: Path) -> Transform:
             raise ConfigurationError(f"{path}: transform: {describe_error(error)}") from error
         if result is not None and not _is_record(result):
             raise ConfigurationError(
-                f"{path}: transform: expected a record with key and value of bytes or None and "
-                f"headers of (str, bytes or None), or None, got {result!r:.200}"
+                f"{path}: transform: expected a record with key and value of bytes or None, "
+                "headers of (str, bytes or None) and timestamp_ms of an integer or None, or None, "
+                f"got {result!r:.200}"
             )
         return result
 
@@ -123,6 +124,8 @@ def _is_record(result: Any) -> bool:
         isinstance(result, NewRecord)
         and isinstance(result.key, bytes | None)
         and isinstance(result.value, bytes | None)
+        and isinstance(result.timestamp_ms, int | None)
+        and 0 <= (result.timestamp_ms or 0) < 2**63
         and isinstance(result.headers, Sequence)
         and all(_is_header(header) for header in result.headers)
     )

@@ -251,6 +251,8 @@ def test_long_binary_header_of_dead_letter_is_shown_by_its_beginning() -> None:
         ("return b'bytes'", "expected a record"),
         ("return record._replace(value='text')", "expected a record"),
         ("return record._replace(headers=[('a', 'text')])", "expected a record"),
+        ("return record._replace(timestamp_ms=1.7e12)", "expected a record"),
+        ("return record._replace(timestamp_ms=2**63)", "expected a record"),
     ],
 )
 def test_failing_redrive_transform_is_named(tmp_path: Path, body: str, fault: str) -> None:
