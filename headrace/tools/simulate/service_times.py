@@ -162,6 +162,12 @@ class _Parameters(msgspec.Struct):
     batch_us: int = 0
     batch_size: int = 0
 
+    @property
+    def is_of_run(self) -> bool:
+        """False if no run can have these timings: another program wrote them, or none did."""
+        shortest_us, longest_us = sorted((self.compute_us, self.batch_us))
+        return self.batch_size > 0 and shortest_us >= 0 and longest_us <= _LONGEST_US
+
 
 class _Answer(msgspec.Struct):
     model_name: str = ""
@@ -187,9 +193,8 @@ async def learn(answers: Recording) -> Mapping[str, ServiceTime]:
                 if last_header(record.headers, HeaderName.STATUS) not in (None, b"ok"):
                     continue
                 found = _answers.read(record)
-                if found is not None and found.parameters and found.parameters.batch_size > 0:
-                    parameters = found.parameters
-                    seen[found.model_name].add(parameters)
+                if found is not None and found.parameters and found.parameters.is_of_run:
+                    seen[found.model_name].add(found.parameters)
     if not seen:
         raise ConfigurationError(
             f"{answers.name}: expected answers with compute_us and batch_size, got none"

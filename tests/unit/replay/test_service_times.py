@@ -140,6 +140,18 @@ async def test_rarely_seen_sizes_are_left_out() -> None:
     assert [each.rows for each in learned["digits"].points] == [1, 2]
 
 
+@pytest.mark.parametrize(
+    "other",
+    [answer(1, -5), answer(1, 2**62), answer(1, 100, around_us=-1), answer(1, 1, around_us=2**62)],
+)
+async def test_answers_with_timings_that_are_none_are_left_out(other: bytes) -> None:
+    """Another program may write to the topic as well, whose numbers mean something else."""
+    learned = await learn(answers(*[answer(1, 100)] * 5, *[other] * 15))
+
+    (point,) = learned["digits"].points
+    assert (point.us, point.seen, learned["digits"].around_us) == (100, 5, 2)
+
+
 async def test_answers_without_timings_are_refused() -> None:
     """There is nothing to simulate with."""
     with pytest.raises(ConfigurationError, match="expected answers with compute_us"):
