@@ -81,7 +81,7 @@ def compare_arrays(reference: NDArray[Any], other: NDArray[Any], k: int) -> Arra
 def _differences(left: Floats, right: Floats) -> Floats:
     same = (left == right) | (np.isnan(left) & np.isnan(right))
     with np.errstate(invalid="ignore", over="ignore"):
-        differences = np.abs(left - right)
+        differences = np.asarray(np.abs(left - right))  # of scalars it is no array
     differences[~np.isfinite(differences)] = math.inf
     differences[same] = 0.0
     return differences

@@ -74,6 +74,14 @@ def test_difference_is_largest_of_elements() -> None:
     assert found.cosine == pytest.approx(29 / (5 * math.sqrt(34)))
 
 
+@pytest.mark.parametrize(("other", "largest"), [(1.5, 0.0), (2.0, 0.5), (math.nan, math.inf)])
+def test_scalars_are_compared(other: float, largest: float) -> None:
+    """A model that is not batched may have such outputs."""
+    found = compare_arrays(np.array(1.5), np.array(other), K)
+
+    assert (found.max_abs, found.mean_abs, found.top1) == (largest, largest, None)
+
+
 @pytest.mark.parametrize("other", [math.nan, math.inf, -math.inf])
 def test_number_against_nan_differs_infinitely(other: float) -> None:
     """A difference between a number and NaN exceeds every threshold."""
