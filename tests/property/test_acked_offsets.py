@@ -224,6 +224,7 @@ def test_metadata_of_another_version_is_refused(text: str) -> None:
 def test_commit_with_answers_equals_commit_after_each_of_them(
     partition: Partition, data: st.DataObject
 ) -> None:
+    """A transaction commits the offsets as its acknowledgements leave them."""
     tracker = InFlightTracker(Budget(1 << 20), lambda: None)
     source = TopicPartition("requests", 0)
     assignment = tracker.assign(source, AckedOffsets(partition.base))
