@@ -273,7 +273,10 @@ class HttpServer:
         return self._models.lookup(path["model"], path.get("version"))
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
-        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        try:
+            encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        except TypeError:  # it compares a version that is no number with one
+            encode, content_type = choose_encoder("")
         return web.Response(body=encode(self._metrics), headers={"Content-Type": content_type})
 
     async def _show_status(self, request: web.Request) -> web.Response:

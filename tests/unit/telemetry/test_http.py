@@ -219,6 +219,17 @@ async def test_metrics_endpoint_answers(session: ClientSession) -> None:
         assert "answers_total 3.0" in await response.text()
 
 
+@pytest.mark.parametrize("kind", ["application/openmetrics-text", "text/plain"])
+async def test_metrics_for_unreadable_version_are_in_default_format(
+    session: ClientSession, kind: str
+) -> None:
+    """A scraper that asks for a version that is none gets the metrics all the same."""
+    async with session.get("/metrics", headers={"Accept": f"{kind};version=x.y.z"}) as response:
+        assert response.status == 200
+        assert response.content_type == "text/plain"
+        assert "answers_total 3.0" in await response.text()
+
+
 async def test_taken_http_port_is_refused(tmp_path: Path, health: Health) -> None:
     """The message names the setting and the address, and says what to set instead."""
     models, metrics = Models(settings_for(tmp_path)), CollectorRegistry()
