@@ -34,7 +34,7 @@ _ALGORITHMS = {
     ("EC", "P-521"): ("ES512",),
     ("OKP", "Ed25519"): ("EdDSA",),
 }
-"""Algorithms by `kty` and `crv` of a key. RFC 7517 requires keys of other kinds to be ignored."""
+"""Algorithms by `kty` and `crv` of a key. RFC 7517 asks for keys of other kinds to be ignored."""
 _LEAST_RSA_BITS = 2048
 
 _EXPIRED = "one that has expired"
@@ -197,38 +197,43 @@ def _words(claim: object) -> list[str]:
 
 
 def _load(setting: str, file: Path, allowed: frozenset[str]) -> dict[str, _Key]:
-    """Return the keys of a JSON Web Key Set (RFC 7517) for the algorithms, by `kid`."""
+    """Return the keys of a JSON Web Key Set (RFC 7517) for the algorithms, by `kid`.
+
+    A key that cannot be used is ignored beside others, as the RFC asks (section 5): else it would
+    keep out the new keys of a provider, and keep in those that it has withdrawn.
+    """
     where = f"{setting}: {file}"
     content = read_file(setting, file)
     try:
         given = msgspec.json.decode(content, type=_KeySet).keys
-        described = msgspec.convert(given, list[_Jwk])
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"{where}: expected a JSON Web Key Set: {error}") from error
     keys: dict[str, _Key] = {}
-    for number, (jwk, all_of_it) in enumerate(zip(described, given, strict=True)):
-        algorithms = [name for name in jwk.algorithms() if name in allowed]
-        if not algorithms:
-            continue
+    names = ", ".join(sorted(allowed))
+    fault = f"{where}: expected a public key for one of {names}, got none"
+    for number, all_of_it in enumerate(given):
         place = f"{where}: keys[{number}]"
-        if "d" in all_of_it:
-            raise ConfigurationError(f"{place}: expected a public key, got a private one")
+        try:
+            jwk = msgspec.convert(all_of_it, _Jwk)
+            algorithms = [name for name in jwk.algorithms() if name in allowed]
+            if not algorithms:
+                continue
+            if "d" in all_of_it:
+                raise ConfigurationError(f"{place}: expected a public key, got a private one")
+            public = _public_key(all_of_it, algorithms[0])
+        except (jwt.PyJWTError, ValueError, TypeError) as error:
+            fault = f"{place}: expected a key as RFC 7517 has it: {error}"
+            continue
         if jwk.kid in keys:
             raise ConfigurationError(f"{place}: expected a kid of its own, got that of another key")
-        keys[jwk.kid] = _Key(_public_key(all_of_it, algorithms[0], place), algorithms)
+        keys[jwk.kid] = _Key(public, algorithms)
     if not keys:
-        names = ", ".join(sorted(allowed))
-        raise ConfigurationError(f"{where}: expected a public key for one of {names}, got none")
+        raise ConfigurationError(fault)
     return keys
 
 
-def _public_key(given: dict[str, Any], algorithm: str, where: str) -> object:
-    try:
-        public = jwt.PyJWK.from_dict(given, algorithm).key
-    except (jwt.PyJWTError, ValueError, TypeError) as error:
-        raise ConfigurationError(f"{where}: expected a key as RFC 7517 has it: {error}") from error
+def _public_key(given: dict[str, Any], algorithm: str) -> object:
+    public = jwt.PyJWK.from_dict(given, algorithm).key
     if isinstance(public, RSAPublicKey) and public.key_size < _LEAST_RSA_BITS:
-        raise ConfigurationError(
-            f"{where}: expected RSA of at least {_LEAST_RSA_BITS} bits, got {public.key_size}"
-        )
+        raise ValueError(f"expected RSA of at least {_LEAST_RSA_BITS} bits, got {public.key_size}")
     return public

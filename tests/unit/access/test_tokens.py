@@ -225,7 +225,7 @@ def weak_key() -> dict[str, Any]:
         (lambda _: [], "expected a public key for one of ES256, .* got none"),
         (lambda _: {}, "expected a JSON Web Key Set"),
         (lambda _: [{"kty": "oct", "k": "AAAA"}], "got none"),
-        (lambda _: [{"kty": ["RSA"]}], "expected a JSON Web Key Set"),
+        (lambda _: [{"kty": ["RSA"]}], r"keys\[0\]: expected a key as RFC 7517"),
         (lambda _: [{"kty": "RSA", "n": "AQAB"}], r"keys\[0\]: expected a key as RFC 7517"),
         (lambda it: [it["ES256"], it["ES256"]], r"keys\[1\]: expected a kid of its own"),
         (lambda it: [{**it["ES256"], "d": "AA"}], "expected a public key, got a private one"),
@@ -244,6 +244,25 @@ def test_unusable_key_set_is_named(
 
     with pytest.raises(ConfigurationError, match=rf"gateway\.jwt\.jwks_file: .*{fault}"):
         tokens_of(file)
+
+
+@pytest.mark.parametrize(
+    "unusable",
+    [{"kty": "RSA", "n": "AQAB"}, {"kty": ["RSA"]}, {"kid": "none"}, weak_key()],
+    ids=["half", "kty", "no kty", "weak"],
+)
+def test_unusable_key_beside_others_is_ignored(
+    provider: Provider, jwks: Path, unusable: dict[str, Any]
+) -> None:
+    """One that a provider publishes while it rotates keys keeps no other key out."""
+    tokens = tokens_of(jwks)
+    next_key = {**provider.jwks["EdDSA"], "kid": "EdDSA"}
+    jwks.write_text(json.dumps({"keys": [unusable, next_key]}))
+    tokens.keys.refresh()
+
+    assert tokens.read(provider.token("EdDSA")).tenant == "team-a"
+    with pytest.raises(Rejected, match="names no known key"):
+        tokens.read(provider.token("ES256"))
 
 
 def test_missing_package_is_named_with_its_extra(
