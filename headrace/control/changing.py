@@ -21,7 +21,6 @@ from headrace.errors import Code, ConfigurationError, NotLoadableHere, Rejected,
 from headrace.log.port import Log
 from headrace.models.load_faults import is_fault_of_model
 from headrace.models.repositories import open_repository
-from headrace.models.user_code import run_on_daemon_thread
 from headrace.models.wanted import (
     Author,
     Change,
@@ -38,6 +37,7 @@ from headrace.models.wanted import (
     unload,
 )
 from headrace.primitives.backoff import Backoff, Pauses
+from headrace.primitives.worker_thread import run_on_daemon_thread
 from headrace.protocol.control import ControlRecord, WantedModel
 from headrace.protocol.events import UnreadyVersion
 from headrace.tuning import TUNING, Tuning

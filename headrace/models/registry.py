@@ -34,9 +34,9 @@ from headrace.models.scan import (
 )
 from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.stores.cache import CacheSize
-from headrace.models.user_code import run_on_daemon_thread
 from headrace.models.version import ModelVersion, State
 from headrace.models.wanted import FormerNames, Wanted, WantedState
+from headrace.primitives.worker_thread import run_on_daemon_thread
 from headrace.protocol.events import ExecutorEvent, UnreadyVersion
 from headrace.tuning import TUNING, ModelTuning
 

@@ -25,7 +25,6 @@ from headrace.errors import (
     Rejected,
     describe_error,
 )
-from headrace.primitives.worker_thread import WorkerThread
 from headrace.tuning import TUNING
 
 T = TypeVar("T")
@@ -140,19 +139,6 @@ class Interruptible:
             self.is_interrupted = True
             if self._has_begun:
                 interrupt(thread)
-
-
-async def run_on_daemon_thread(work: Callable[[], T]) -> T:
-    """Run blocking work on a thread that does not keep the process from ending.
-
-    A thread of `asyncio.to_thread` would: the interpreter waits for it at exit.
-    """
-    worker = WorkerThread("models")
-    worker.start()
-    call = worker.call(work)
-    worker.close()
-    result: T = await call.done
-    return result
 
 
 class _WithoutBytecode(SourceFileLoader):

@@ -12,9 +12,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace.errors import describe_error
+
+T = TypeVar("T")
 
 
 class Call:
@@ -123,6 +125,16 @@ class WorkerThread:
                 call.loop.call_soon_threadsafe(_resolve, call.done, result, error)
             # Otherwise an idle thread would keep the result of its last call in memory.
             del call, result, error
+
+
+async def run_on_daemon_thread(work: Callable[[], T]) -> T:
+    """Run blocking work on a thread of its own that does not keep the process from ending."""
+    worker = WorkerThread("blocking-work")
+    worker.start()
+    call = worker.call(work)
+    worker.close()
+    result: T = await call.done
+    return result
 
 
 def _do_nothing() -> None:

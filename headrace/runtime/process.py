@@ -28,7 +28,7 @@ from headrace.models.catalog import ModelCatalog
 from headrace.models.index import RepositoryIndex
 from headrace.models.registry import Models, Reloaded
 from headrace.models.schema_registry import SchemaRegistry
-from headrace.models.user_code import run_on_daemon_thread
+from headrace.primitives.worker_thread import run_on_daemon_thread
 from headrace.protocol.events import ExecutorEvent, UnreadyVersion
 from headrace.runtime.heap import trimming
 from headrace.runtime.log_factory import open_log

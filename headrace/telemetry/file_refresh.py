@@ -11,6 +11,7 @@ import structlog
 
 from headrace.access.watched import Watched
 from headrace.errors import ConfigurationError
+from headrace.primitives.worker_thread import run_on_daemon_thread
 from headrace.telemetry.logs import Event
 
 log = structlog.get_logger(__name__)
@@ -22,7 +23,8 @@ async def refreshing(
 ) -> AsyncIterator[None]:
     """Refresh files at an interval while the context lasts.
 
-    A thread reads them, so that a slow file system delays no request.
+    A thread reads them, so that a slow file system delays no request, and one that never answers
+    does not keep the process from ending.
     """
     if not watched:
         yield
@@ -40,7 +42,7 @@ async def _refresh(watched: Sequence[Watched[Any]], check_interval_s: float) -> 
         await asyncio.sleep(check_interval_s)
         for each in watched:
             try:
-                changed = await asyncio.to_thread(each.refresh)
+                changed = await run_on_daemon_thread(each.refresh)
             except ConfigurationError as error:
                 log.error(Event.ACCESS_FILES_REJECTED, reason=str(error))
             else:

@@ -17,8 +17,8 @@ from headrace.models.backends.onnx_runtime import OnnxBackend
 from headrace.models.loader import BackendLoader
 from headrace.models.memory import MemoryShort, ModelMemory, loaded_files_bytes
 from headrace.models.repository import files_of, stamp_files
-from headrace.models.user_code import run_on_daemon_thread
 from headrace.models.version import ModelVersion, State
+from headrace.primitives.worker_thread import run_on_daemon_thread
 from headrace.services.executor.device.instance import DeviceInstance, DevicePlacement
 from headrace.services.executor.instance import HostBlockSize, Instance
 from headrace.telemetry.logs import Event
@@ -100,8 +100,8 @@ class InstanceLoader:
             self._require_wanted(version)
             stack.callback(loader.release_cores)
             await run_on_daemon_thread(version.check_again)
-            stamp = await asyncio.to_thread(stamp_files, version.directory)
-            size_bytes = await asyncio.to_thread(loaded_files_bytes, version.directory)
+            stamp = await run_on_daemon_thread(partial(stamp_files, version.directory))
+            size_bytes = await run_on_daemon_thread(partial(loaded_files_bytes, version.directory))
             share = await self._fit(
                 lambda: memory.reserve(
                     f"{version.name}/{version.version}", version.stamp, size_bytes * count

@@ -22,6 +22,7 @@ from headrace.models.memory import MemoryShort
 from headrace.models.registry import Models
 from headrace.models.repository import stamp_files
 from headrace.models.version import ModelVersion, State
+from headrace.primitives.worker_thread import run_on_daemon_thread
 from headrace.protocol.messages import Batch, Request
 from headrace.services.executor.instance import Instance
 from headrace.services.executor.loading import InstanceLoader, Withdrawn, log_ready
@@ -58,7 +59,9 @@ def _key_of(version: ModelVersion) -> ModelKey:
 async def _is_known(version: ModelVersion) -> bool:
     """Return whether the same files were loaded before."""
     known = version.loaded_stamp
-    return bool(known) and known == await asyncio.to_thread(stamp_files, version.directory)
+    return bool(known) and known == await run_on_daemon_thread(
+        partial(stamp_files, version.directory)
+    )
 
 
 class ExecutorService:

@@ -25,10 +25,10 @@ from headrace.models.config import ModelConfig
 from headrace.models.load_faults import restore_fault
 from headrace.models.packing.signatures import Trust
 from headrace.models.repository import FoundModel, FoundVersion, check_files
-from headrace.models.user_code import run_on_daemon_thread
 from headrace.models.version import ModelVersion
 from headrace.primitives.bounded_cache import BoundedCache
 from headrace.primitives.child_process import describe_exit, start_child
+from headrace.primitives.worker_thread import run_on_daemon_thread
 from headrace.services.executor.trial_child import TrialReply, TrialTask
 from headrace.tuning import TUNING, ExecutorTuning, ModelTuning
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import threading
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
@@ -15,7 +18,9 @@ from headrace.config import KafkaSettings
 from headrace.log.errors import LogUnavailable
 from headrace.log.kafka.connection import Connection, RefusedFetches
 from headrace.log.kafka.record_requests import FetchResponse
+from headrace.log.kafka.security import TokenFile
 from headrace.tuning import TUNING
+from tests.support.conditions import DEADLINE_S, eventually
 
 API_VERSIONS, METADATA = 18, 3
 SUPPORTED = struct.pack(">hi" + 2 * "hhh", 0, 2, API_VERSIONS, 0, 0, METADATA, 0, 0)
@@ -200,3 +205,36 @@ async def test_server_without_answer_is_unavailable_with_reason(
         with pytest.raises(LogUnavailable) as caught:
             await connection.open_client()
     assert str(caught.value).startswith(f"{address}: {reason}")
+
+
+class HangingFile:
+    """A file whose reads get no answer until the test says so."""
+
+    def __init__(self) -> None:
+        self.begun = self.ended = 0
+        self.answers = threading.Event()
+
+    def read_text(self, encoding: str) -> str:
+        self.begun += 1
+        self.answers.wait(DEADLINE_S)
+        self.ended += 1
+        return "token\n"
+
+
+def test_token_file_that_never_answers_is_read_once_and_ends_with_event_loop() -> None:
+    """Each attempt to connect asks for the token; a mount that hangs gets one thread of them."""
+    file = HangingFile()
+    token_file = TokenFile(cast(Path, file))
+
+    async def ask_twice() -> None:
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await token_file.token()
+        await eventually(lambda: file.begun > 0)
+
+    asyncio.run(ask_twice())
+
+    assert (file.begun, file.ended) == (1, 0)
+    file.answers.set()
+    assert asyncio.run(token_file.token()) == "token"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,25 @@ from headrace.config import KafkaSettings
 from headrace.errors import ConfigurationError, HeadraceError
 from headrace.log.errors import LogAuthenticationFailed, LogUnavailable
 from headrace.log.kafka.errors import error_text
+from headrace.primitives.worker_thread import run_on_daemon_thread
 
 
 class TokenFile(AbstractTokenProvider):  # type: ignore[misc]  # aiokafka publishes no types
-    """A bearer token that another program keeps fresh in a file; read for every connection."""
+    """A bearer token that another program keeps fresh in a file; read for every connection.
+
+    While a read gets no answer, as on a mount that hangs, later connections wait for the same one:
+    else each attempt to connect would leave a thread behind.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._read = partial(path.read_text, encoding="utf-8")
+        self._reading: asyncio.Future[str] | None = None
 
     async def token(self) -> str:
         """Return the token. Raises `OSError`, which aiokafka takes for a failed connection."""
-        return (await asyncio.to_thread(self._path.read_text, encoding="utf-8")).strip()
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.ensure_future(run_on_daemon_thread(self._read))
+        return (await asyncio.shield(self._reading)).strip()
 
 
 def security_options(settings: KafkaSettings) -> dict[str, Any]:

@@ -140,6 +140,31 @@ async def test_files_are_refreshed_while_context_lasts(file: Path) -> None:
     assert events[:1] == [Event.ACCESS_FILES_REJECTED]
 
 
+def test_file_that_never_answers_keeps_no_event_loop_from_ending(file: Path) -> None:
+    """Such as one on a mount that hangs: the process drains, and ends while it is read."""
+    reads: list[bytes] = []
+    load = loading(file, reads)
+    is_read, answers = threading.Event(), threading.Event()
+
+    def load_slowly() -> bytes:
+        if reads:
+            is_read.set()
+            answers.wait(DEADLINE_S)
+        return load()
+
+    watched = Watched([file], load_slowly)
+    file.write_bytes(b"second")
+
+    async def refresh_until_read() -> None:
+        async with refreshing([watched], 0.001):
+            await eventually(is_read.is_set)
+
+    asyncio.run(refresh_until_read())
+
+    assert watched.current() == b"one"
+    answers.set()
+
+
 def test_file_of_certificate_and_key_is_read_once(tmp_path: Path) -> None:
     """Through a pipe, whose content comes once for each read: the key belongs to the certificate
     even if both are replaced meanwhile.
