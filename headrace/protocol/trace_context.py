@@ -6,6 +6,7 @@ not sampled has no `Trace`, and costs only the check for one.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from math import log, log1p
@@ -19,6 +20,9 @@ RANDOM = 0x02
 _VERSION_00_BYTES = 55
 _HEX = frozenset(b"0123456789abcdef")
 _random = Random()  # noqa: S311 - ids; own instance: a user's model may seed the shared one
+if hasattr(os, "register_at_fork"):
+    # Or processes that are forked from one would give the same ids, as `random` says of its own.
+    os.register_at_fork(after_in_child=_random.seed)
 
 AttributeValue = str | int | bool
 

@@ -183,7 +183,7 @@ def _path(asked: Asked, spans: list[Found]) -> tuple[list[Found], Found]:
     by_service = {span.service: span for span in spans if span.tags["span.kind"] == "consumer"}
     stages = [by_service[f"headrace-{stage}"] for stage in STAGES]
     (send,) = [span for span in spans if span.name.endswith(".responses")]
-    assert len(spans) == SPANS
+    assert len({span.ids for span in spans}) == len(spans) == SPANS
     assert [span.tags["headrace.stage"] for span in stages] == list(STAGES)
     assert [span.parent for span in (*stages, send)] == [
         (asked.trace_id, asked.span_id),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
@@ -191,3 +192,19 @@ def _rate_limited(metrics: Metrics, sampled_by: str) -> float | None:
     return metrics.registry.get_sample_value(
         "headrace_traces_rate_limited_total", {"sampled_by": sampled_by}
     )
+
+
+PRINTS_ITS_IDS = """
+import os
+from headrace.protocol.trace_context import new_span_id
+if os.fork():
+    os.wait()
+print(new_span_id(), flush=True)
+"""
+
+
+def test_ids_of_forked_process_are_its_own() -> None:
+    """Else the spans of a trace through it and its parent would share ids, and so be mixed up."""
+    printed = subprocess.check_output([sys.executable, "-c", PRINTS_ITS_IDS], text=True)
+
+    assert len(set(printed.split())) == 2
