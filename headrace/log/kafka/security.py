@@ -32,7 +32,7 @@ class TokenFile(AbstractTokenProvider):  # type: ignore[misc]  # aiokafka publis
     async def token(self) -> str:
         """Return the token. Raises `OSError`, which aiokafka takes for a failed connection."""
         if self._reading is None or self._reading.done():
-            self._reading = asyncio.ensure_future(run_on_daemon_thread(self._read))
+            self._reading = asyncio.create_task(run_on_daemon_thread(self._read), name="read-token")
         return (await asyncio.shield(self._reading)).strip()
 
 
