@@ -351,18 +351,12 @@ class RecentErrors(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a line if it tells of a fault; `logging` calls this on any thread."""
-        try:
-            self._keep(record)
-        except Exception:  # noqa: BLE001 - of the line's arguments; who logs it goes on
-            self.handleError(record)
-
-    def _keep(self, record: logging.LogRecord) -> None:
         line: Mapping[str, Any]
         if isinstance(record.msg, dict):
             line = record.msg
             reason = line.get("reason", "")
         else:
-            line, reason = {"event": record.name}, record.getMessage()
+            line, reason = {"event": record.name}, _text_of(record)
         event = str(line.get("event", ""))
         if record.levelno < logging.WARNING and event not in _ANSWERED_WITH_ERRORS:
             return
@@ -377,6 +371,17 @@ class RecentErrors(logging.Handler):
         if self._ring and _is_same(self._ring[-1], entry):
             entry["times"] = self._ring.pop().get("times", 1) + 1
         self._ring.append(entry)
+
+
+def _text_of(record: logging.LogRecord) -> str:
+    """Return the text of a library's line; without its arguments if they do not fit it.
+
+    The handler that writes the line reports that, within the rate limit.
+    """
+    try:
+        return record.getMessage()
+    except Exception:  # noqa: BLE001 - of the arguments; who logs the line goes on
+        return record.msg if isinstance(record.msg, str) else ""
 
 
 def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
