@@ -422,7 +422,7 @@ class ModelChanges:
             return [
                 each
                 for process in heard().values()
-                if process.generation >= generation
+                if process.is_following and process.generation >= generation
                 for each in process.unready
                 if (each.name, each.version) in versions and not each.is_under_way
             ]

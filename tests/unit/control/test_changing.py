@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from headrace.config import make_settings
 from headrace.control.changing import Followed, LoadFailed, ModelChanges, NoProcess
 from headrace.control.topic import ControlTopic
-from headrace.errors import Code, NotLoadableHere
+from headrace.errors import Code, NotLoadableHere, Rejected
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, TopicPartition
 from headrace.models.wanted import Author, Change, ChangeRefused, load, unload
@@ -79,6 +79,29 @@ async def test_load_is_its_callers_fault_if_all_that_failed_rejected_the_version
 
     assert failed.value.code == code
     assert [each.action for each in await topic.read()] == ["load", "rollback"]
+
+
+async def test_load_is_not_failed_by_process_that_follows_no_more(tmp_path: Path) -> None:
+    """What it could not load is of the former topic, although its generation is higher."""
+    add_version(tmp_path, "digits", 1, digits())
+    settings = settings_for(tmp_path)
+    log = MemoryLog()
+    await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)
+    events = TopicPartition(settings.topic(Topic.EVENTS), 0)
+    changes = ModelChanges(log, settings, HEARD_AT_ONCE)
+    event = replace(failing("a", KEY), generation=9, is_following=False)
+    loading = changes.load_selected("digits", {}, Author("ada"), 0.5)
+    task = asyncio.create_task(loading, name="load")
+    async with log.producer() as producer:
+
+        async def has_ended() -> bool:
+            await producer.send(events, [NewRecord(None, encode_event(event))])
+            return task.done()
+
+        await eventually(has_ended, what="the answer")
+    with pytest.raises(Rejected, match="does not follow until it is started again") as caught:
+        await task
+    assert caught.value.code == Code.DEADLINE_EXCEEDED
 
 
 @pytest.mark.parametrize(
