@@ -179,12 +179,9 @@ def _joined(values: list[str | bytes]) -> str | bytes:
 
 def credentials_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> Credentials:
     """Return what a caller sends to be known."""
-    pairs = list(metadata or ())
-    authorization, key = (
-        join_values(text_of(value) or "" for name, value in pairs if name == wanted)
-        for wanted in ("authorization", "x-api-key")
-    )
-    return Credentials(authorization, key)
+    found = headers_in(metadata)
+    authorization, key = (text_of(found.get(name)) for name in ("authorization", "x-api-key"))
+    return Credentials(authorization or "", key or "")
 
 
 def names_in(auth_context: Mapping[str, Iterable[bytes]]) -> tuple[str, ...]:
