@@ -20,7 +20,7 @@ from headrace.cli.outcome import Unsuccessful
 from headrace.cli.settings import invocation, pass_settings, require_broker
 from headrace.config import Settings
 from headrace.control.changing import ChangeOutcome, Choose, ModelChanges
-from headrace.control.processes import STOPPED, ProcessReport, open_processes
+from headrace.control.processes import ProcessReport, open_processes
 from headrace.control.topic import ControlTopic
 from headrace.errors import ConfigurationError
 from headrace.models.wanted import (
@@ -417,7 +417,7 @@ def _time(record: ControlRecord) -> str:
 def _process_lines(name: str, report: dict[str, Any], generation: int) -> list[str]:
     behind = "" if report["generation"] >= generation else f", behind {generation}"
     if not report["is_following"]:
-        behind = f", not of generation {generation}, {STOPPED}"
+        behind = ", follows no changes until it is started again"
     return [
         f"process {name}: generation {report['generation']}{behind}",
         f"  ready: {', '.join(report['ready']) or 'none'}",

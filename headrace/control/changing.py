@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from headrace.config import Settings
-from headrace.control.processes import STOPPED, Processes, ProcessReport, open_processes
+from headrace.control.processes import Processes, ProcessReport, open_processes
 from headrace.control.topic import ChangeOvertaken, ControlTopic
 from headrace.errors import Code, ConfigurationError, NotLoadableHere, Rejected, Retriable
 from headrace.log.port import Log
@@ -64,6 +64,9 @@ class NoProcess(Retriable):
 
 class ModelChanged(ChangeOvertaken):
     """The model was changed by somebody else between the two changes of a call."""
+
+
+_STOPPED = ", which it does not follow until it is started again"
 
 
 class Followed(NamedTuple):
@@ -413,7 +416,7 @@ class ModelChanges:
                     each.line for each in process.unready if (each.name, each.version) in versions
                 ]
                 if process.is_following and process.generation >= generation
-                else [f"generation {generation}" + ("" if process.is_following else f", {STOPPED}")]
+                else [f"generation {generation}" + ("" if process.is_following else _STOPPED)]
                 for name, process in heard().items()
             }
 

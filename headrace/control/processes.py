@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from headrace.config import Settings
 from headrace.errors import ConfigurationError, Rejected
@@ -15,8 +15,6 @@ from headrace.protocol.codec.events import decode_event
 from headrace.protocol.events import NOT_CONTROLLED, UnreadyVersion
 from headrace.topics import Topic
 from headrace.tuning import TUNING, ControlTuning
-
-STOPPED: Final = "which it does not follow until it is started again"
 
 
 class ProcessReport(NamedTuple):

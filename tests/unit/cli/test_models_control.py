@@ -287,6 +287,22 @@ def test_wait_ends_once_version_has_failed_in_last_process(
     assert list(topic.announcements) == [LOADING]
 
 
+def test_wait_ends_once_process_follows_no_more(wait_for: Call, topic: KeptTopic) -> None:
+    """It would announce the same until it is started again."""
+    stopped = replace(announced("b", 7), is_following=False)
+    topic.announcements.extend([[announced("a", 4), stopped], LOADING])
+    ended = wait_for("load", "digits", "4")
+    assert (ended.exit_code, ended.stderr) == (
+        Exit.FAILED,
+        "a process follows no changes until it is started again; the change stays made\n",
+    )
+    assert ended.stdout.splitlines()[-4:] == [
+        *LINES_BEHIND[:2],
+        "process b: generation 7, follows no changes until it is started again",
+        "  ready: digits/1",
+    ]
+
+
 def test_wait_without_processes_fails(wait_for: Call) -> None:
     """Nothing shows that the change has arrived anywhere."""
     ended = wait_for("default", "digits", "2", "--timeout", "0")
