@@ -8,7 +8,7 @@ its answers wait separately and do not delay other targets.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import structlog
 
@@ -185,8 +185,9 @@ class AtLeastOnce:
         assigned = drop_revoked(requests, self._metrics)
         failed = [request for request in assigned if request.failure is not None]
         if failed:
-            async for dead_letters in encoder.dead_letters(failed):
-                await self._write_dead_letters(dead_letters)
+            await write_dead_letters(
+                self._producer, encoder, failed, self._metrics, self._delivery_tuning
+            )
             dead_letters_us = clock()
             assigned = drop_revoked(assigned, self._metrics)  # while their values were read
         times = Answering(began_us, encoded_us, acknowledged_us, dead_letters_us)
@@ -227,12 +228,17 @@ class AtLeastOnce:
                 ]
             refused = refused_again
 
-    async def _write_dead_letters(
-        self, dead_letters: Mapping[TopicPartition, Sequence[NewRecord]]
-    ) -> None:
+
+async def write_dead_letters(
+    producer: Producer,
+    encoder: AnswerEncoder,
+    failed: Sequence[Request],
+    metrics: Metrics,
+    tuning: DeliveryTuning,
+) -> None:
+    """Write the dead letters of failed requests, and count those that are too large."""
+    async for dead_letters in encoder.dead_letters(failed):
         for target, records in dead_letters.items():
-            refused = await deliver(
-                self._producer, target, records, self._metrics, tuning=self._delivery_tuning
-            )
+            refused = await deliver(producer, target, records, metrics, tuning=tuning)
             if dropped := refused_for_size(refused):
-                self._encoder.record_dropped_dead_letters(target, len(dropped))
+                encoder.record_dropped_dead_letters(target, len(dropped))

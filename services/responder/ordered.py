@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import groupby, repeat
 from operator import attrgetter
 from typing import Literal
@@ -19,14 +19,15 @@ from headrace.delivery.failures import drop_revoked
 from headrace.delivery.inflight import AssignedPartition, InFlightAck
 from headrace.delivery.offset_store import OffsetStore, PendingAnswer, by_offset
 from headrace.delivery.ordering import AnswerOrder, BelowBase
-from headrace.delivery.producing import deliver, deliver_in_order, refused_for_size
+from headrace.delivery.producing import deliver_in_order
 from headrace.errors import Rejected
 from headrace.log.errors import TopicForbidden, UnknownPartition
-from headrace.log.port import NewRecord, Producer, TopicPartition
+from headrace.log.port import Producer, TopicPartition
 from headrace.primitives.auto_reset_event import AutoResetEvent
 from headrace.primitives.byte_semaphore import ByteSemaphore
 from headrace.primitives.stage_tasks import StageTasks
 from headrace.protocol.messages import Request
+from headrace.services.responder.at_least_once import write_dead_letters
 from headrace.services.responder.encoder import AnswerEncoder, RequestsByTarget, output_bytes
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.span_attributes import Answering
@@ -391,21 +392,10 @@ class OrderedStep:
         acknowledged_us = clock()
         if moved:
             requests = [request for request in requests if request not in moved]
-        async for dead_letters in encoder.dead_letters(requests):
-            await self._write_dead_letters(dead_letters)
+        await write_dead_letters(self._producer, encoder, requests, self._metrics, self._tuning)
         times = Answering(began_us, encoded_us, acknowledged_us, clock())
         encoder.record_answered({target: requests}, times)
         return list(moved.items())
-
-    async def _write_dead_letters(
-        self, dead_letters: Mapping[TopicPartition, Sequence[NewRecord]]
-    ) -> None:
-        for where, records in dead_letters.items():
-            refused = await deliver(
-                self._producer, where, records, self._metrics, tuning=self._tuning
-            )
-            if dropped := refused_for_size(refused):
-                self._encoder.record_dropped_dead_letters(where, len(dropped))
 
     async def _answer_refused(
         self, request: Request, target: TopicPartition, error: Rejected
