@@ -23,28 +23,28 @@ async def refreshing(
 ) -> AsyncIterator[None]:
     """Refresh files at an interval while the context lasts.
 
-    A thread reads them, so that a slow file system delays no request, and one that never answers
-    does not keep the process from ending.
+    Threads read them, so that a slow file system delays no request, and one that never answers
+    keeps neither the process from ending nor the other files from being read.
     """
-    if not watched:
-        yield
-        return
-    task = asyncio.create_task(_refresh(watched, check_interval_s), name="refresh-files")
+    tasks = [
+        asyncio.create_task(_refresh(each, check_interval_s), name="refresh-files")
+        for each in watched
+    ]
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.wait([task])
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _refresh(watched: Sequence[Watched[Any]], check_interval_s: float) -> None:
+async def _refresh(watched: Watched[Any], check_interval_s: float) -> None:
     while True:
         await asyncio.sleep(check_interval_s)
-        for each in watched:
-            try:
-                changed = await run_on_daemon_thread(each.refresh)
-            except ConfigurationError as error:
-                log.error(Event.ACCESS_FILES_REJECTED, reason=str(error))
-            else:
-                if changed:
-                    log.info(Event.ACCESS_FILES_RELOADED, files=[str(file) for file in each.files])
+        try:
+            changed = await run_on_daemon_thread(watched.refresh)
+        except ConfigurationError as error:
+            log.error(Event.ACCESS_FILES_REJECTED, reason=str(error))
+        else:
+            if changed:
+                log.info(Event.ACCESS_FILES_RELOADED, files=[str(file) for file in watched.files])

@@ -165,6 +165,35 @@ def test_file_that_never_answers_keeps_no_event_loop_from_ending(file: Path) -> 
     answers.set()
 
 
+async def test_file_that_never_answers_keeps_no_other_from_refreshing(
+    file: Path, tmp_path: Path
+) -> None:
+    """Such as keys of callers on a mount that hangs, beside certificates that are renewed."""
+    is_hanging, answers = threading.Event(), threading.Event()
+    hung = tmp_path / "hung"
+    hung.write_bytes(b"one")
+    reads: list[bytes] = []
+    load = loading(hung, reads)
+
+    def load_slowly() -> bytes:
+        if reads:
+            is_hanging.set()
+            answers.wait(DEADLINE_S)
+        return load()
+
+    hanging = Watched([hung], load_slowly)
+    watched = Watched([file], loading(file, []))
+
+    async with refreshing([hanging, watched], 0.001):
+        hung.write_bytes(b"second")
+        await eventually(is_hanging.is_set)
+        file.write_bytes(b"second")
+        await eventually(lambda: watched.current() == b"second")
+
+    assert hanging.current() == b"one"
+    answers.set()
+
+
 def test_file_of_certificate_and_key_is_read_once(tmp_path: Path) -> None:
     """Through a pipe, whose content comes once for each read: the key belongs to the certificate
     even if both are replaced meanwhile.
