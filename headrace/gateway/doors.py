@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Protocol
 
 import structlog
@@ -15,6 +16,7 @@ from headrace.gateway.gateway import Gateway
 from headrace.gateway.http import HttpDoor
 from headrace.log.port import Log
 from headrace.models.index import RepositoryIndex
+from headrace.primitives.worker_thread import run_on_daemon_thread
 from headrace.telemetry.file_refresh import refreshing
 from headrace.telemetry.health import Health
 from headrace.telemetry.http import ServedModels
@@ -107,7 +109,9 @@ async def open_gateway(
     """
     chosen = settings.gateway
     async with AsyncExitStack() as stack:
-        gateway = Gateway(settings, log, models, health, instruments, repository, tuning)
+        gateway = await run_on_daemon_thread(  # it reads keys and certificates
+            partial(Gateway, settings, log, models, health, instruments, repository, tuning)
+        )
         await stack.enter_async_context(gateway)
         await stack.enter_async_context(
             refreshing(gateway.files, tuning.access.file_check_interval_s)

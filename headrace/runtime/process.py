@@ -563,7 +563,8 @@ async def run(
             FaulthandlerWatchdog(settings.limits.max_stall_s, tuning.runtime.stall_rearms_per_limit)
         )
         telemetry = settings.telemetry
-        server = HttpServer(
+        make_server = partial(
+            HttpServer,
             (telemetry.http_host, telemetry.http_port),
             pipeline.health,
             pipeline.models.catalog,
@@ -573,6 +574,10 @@ async def run(
             telemetry,
             pipeline.repository,
         )
+        async with until_requested(stop):
+            server = await run_on_daemon_thread(make_server)  # it reads keys and certificates
+        if stop.requested.is_set():
+            return pipeline.is_drained
         await stack.enter_async_context(server)
         log.info(Event.STARTING, stages=[str(each) for each in stages], http_port=server.port)
         doors: GatewayDoors | None = None

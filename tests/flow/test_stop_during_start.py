@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import cast
 
-from headrace.config import Settings, TelemetrySettings
+import pytest
+
+from headrace.config import AccessSettings, GatewaySettings, Settings, TelemetrySettings
+from headrace.gateway import open_gateway
 from headrace.log.memory.log import MemoryLog
 from headrace.log.port import Log, TopicInfo
 from headrace.models.catalog import ModelCatalog
@@ -70,6 +74,35 @@ async def test_first_stop_ends_process_that_reads_its_models(tmp_path: Path) -> 
     finally:
         GATE.set()  # ends the thread that imports
     assert pipeline.health.phase is Phase.STOPPED
+
+
+@pytest.mark.parametrize("server", [TelemetrySettings, GatewaySettings])
+async def test_first_signal_ends_process_that_reads_keys_of_callers(
+    tmp_path: Path, server: type[AccessSettings]
+) -> None:
+    """The file may be on a mount that hangs; here it is a pipe that nobody writes."""
+    pipe = tmp_path / "keys.toml"
+    os.mkfifo(pipe)
+    sections = {
+        each.section: each(http_port=0, keys_file=pipe if each is server else None)
+        for each in (TelemetrySettings, GatewaySettings)
+    }
+    settings = settings_for(tmp_path).model_copy(update=sections)
+    has_ended = threading.Event()
+
+    def signal_reader() -> None:
+        with pipe.open("wb"):  # waits for a reader
+            os.kill(os.getpid(), signal.SIGTERM)
+            has_ended.wait(DEADLINE_S)
+
+    signalling = threading.Thread(target=signal_reader)
+    signalling.start()
+
+    is_drained = await run(settings, STAGES, LogRateLimiter(), open_doors=open_gateway)
+
+    has_ended.set()
+    signalling.join()
+    assert is_drained
 
 
 async def test_first_signal_ends_process_whose_gateway_opens(tmp_path: Path) -> None:

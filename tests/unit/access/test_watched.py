@@ -185,9 +185,9 @@ async def test_file_that_never_answers_keeps_no_other_from_refreshing(
     watched = Watched([file], loading(file, []))
 
     async with refreshing([hanging, watched], 0.001):
-        hung.write_bytes(b"second")
+        await asyncio.to_thread(hung.write_bytes, b"second")
         await eventually(is_hanging.is_set)
-        file.write_bytes(b"second")
+        await asyncio.to_thread(file.write_bytes, b"second")
         await eventually(lambda: watched.current() == b"second")
 
     assert hanging.current() == b"one"
