@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import ssl
 import sys
 import tempfile
+from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -25,12 +29,15 @@ class Identity(NamedTuple):
         key: in PEM.
         client_ca: certificates that sign those of callers, in PEM; None if callers need none.
         context: of all that, for a server.
+        expires_at_s: when the first certificate of the chain expires, in epoch seconds; NaN if
+            that cannot be read.
     """
 
     certificate: bytes
     key: bytes
     client_ca: bytes | None
     context: ssl.SSLContext
+    expires_at_s: float
 
 
 Certificates: TypeAlias = Watched[Identity]
@@ -99,7 +106,40 @@ def _load(
                 f"{section}.tls_client_ca_file: {client_ca}: expected certificates in PEM: {error}"
             ) from error
         context.verify_mode = verify
-    return Identity(chain, secret, authorities, context)
+    return Identity(chain, secret, authorities, context, first_expiry_s(chain))
+
+
+def first_expiry_s(chain: bytes) -> float:
+    """Return when the first of the certificates in PEM expires; see `Identity`."""
+    found = re.findall(rb"-BEGIN (?:\w+ )?CERTIFICATE-+([^-]+)-", chain)
+    try:
+        return min(_expiry_s(b64decode(each)) for each in found)
+    except (ValueError, IndexError):  # OpenSSL has read it, and may forgive more than this
+        return math.nan
+
+
+def _expiry_s(certificate: bytes) -> float:
+    """Return the end of a certificate's validity (RFC 5280, section 4.1)."""
+    signed = _elements(_elements(_elements(certificate)[0][1])[0][1])
+    has_version = signed[0][0] == 0xA0
+    kind, value = _elements(signed[3 + has_version][1])[1]
+    text = value.decode("ascii")
+    if kind == 0x17:  # UTCTime, whose years have two digits
+        text = ("19" if text >= "50" else "20") + text
+    return datetime.strptime(f"{text}+0000", "%Y%m%d%H%M%SZ%z").timestamp()
+
+
+def _elements(content: bytes) -> list[tuple[int, bytes]]:
+    """Return the tags and contents of the elements of a sequence in DER."""
+    found = []
+    while content:
+        size, begin = content[1], 2
+        if size & 0x80:
+            begin += size & 0x7F
+            size = int.from_bytes(content[2:begin])
+        found.append((content[0], content[begin : begin + size]))
+        content = content[begin + size :]
+    return found
 
 
 @contextmanager

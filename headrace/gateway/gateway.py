@@ -303,6 +303,7 @@ class Gateway:
         self.files: list[Watched[Any]] = [*self.callers.files]
         if self.certificates is not None:
             self.files.append(self.certificates)
+            self.metrics.show_expiry(limits.section, self.certificates)
         self.draining = asyncio.Event()
         self.regions = Regions(self.settings.shared_memory, tuning.max_regions)
         self.conversions = Conversions(tuning, use_regions=self.has_shared_memory)

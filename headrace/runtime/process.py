@@ -578,6 +578,8 @@ async def run(
             server = await run_on_daemon_thread(make_server)  # it reads keys and certificates
         if stop.requested.is_set():
             return pipeline.is_drained
+        if server.certificates is not None:
+            metrics.show_expiry(telemetry.section, server.certificates)
         await stack.enter_async_context(server)
         log.info(Event.STARTING, stages=[str(each) for each in stages], http_port=server.port)
         doors: GatewayDoors | None = None

@@ -88,6 +88,9 @@ class HttpServer:
         access: TLS, and who may see what.
         repository: lists the models, and changes them; by default calls cannot change them.
 
+    Attributes:
+        certificates: of the server; None if it speaks without TLS.
+
     Raises:
         ConfigurationError: the files of certificates or keys cannot be used.
     """
@@ -122,7 +125,7 @@ class HttpServer:
             ),
         )
         # Probes have no certificate: health is public, and all else asks for a login.
-        certificates = open_certificates(access, ssl.CERT_OPTIONAL)
+        self.certificates = certificates = open_certificates(access, ssl.CERT_OPTIONAL)
         self._callers = Callers(access, tuning.http_access, trust_certificates=True)
         self._files: list[Watched[Any]] = [*self._callers.files]
         if certificates is not None:

@@ -596,6 +596,12 @@ PROCESS = (
         (),
         "Free memory of the process that was returned to the system.",
     ),
+    MetricSpec(
+        "headrace_certificate_expiry_timestamp_seconds",
+        "gauge",
+        ("server",),
+        "Unix time at which the first certificate in the chain of a server expires, with TLS.",
+    ),
     MetricSpec("headrace_live", "gauge", (), "1 while /health/live answers 200."),
     MetricSpec("headrace_ready", "gauge", (), "1 while /health/ready answers 200."),
     MetricSpec(

@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, Exemplar, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from headrace.access.tls import Certificates
 from headrace.errors import Code, Retriable
 from headrace.log.errors import Fenced
 from headrace.log.port import Gap
@@ -132,6 +133,7 @@ class Metrics:
         self.heap_trimmed = self._counter("heap_trimmed_bytes")
         self.known_executors = self._gauge("known_executors")
         self.quarantined = self._gauge("quarantined_records")
+        self._certificate_expiry = self._gauge("certificate_expiry_timestamp_seconds")
         self.isolated_crashes = self._counter("isolated_crashes")
         self.poisoned = self._counter("poisoned_requests")
         self.trace_spans = self._counter("trace_spans")
@@ -157,6 +159,11 @@ class Metrics:
         histogram = BatchedHistogram(METRIC_SPECS[f"headrace_{name}"], bounds)
         self.registry.register(histogram)
         return histogram
+
+    def show_expiry(self, server: str, certificates: Certificates) -> None:
+        """Show from now on when the certificates in use by a server expire."""
+        expiry = self._certificate_expiry.labels(server)
+        expiry.set_function(lambda: certificates.current().expires_at_s)
 
     def unreadable(self, gap: Gap) -> None:
         """Count a gap in the log that cannot be read."""

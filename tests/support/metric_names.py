@@ -20,6 +20,7 @@ SHOWN_ONLY_WHEN = {
     "headrace_control_unready_versions",
     "headrace_control_following",
     "headrace_model_memory_budget_bytes",  # models.memory_bytes is set
+    "headrace_certificate_expiry_timestamp_seconds",  # a server speaks TLS
     "headrace_gateway_in_flight_requests",  # the process has a gateway
     "headrace_gateway_in_flight_limit_requests",
     "headrace_gateway_in_flight_bytes",
