@@ -253,12 +253,17 @@ def announce_start(settings: Settings, http_port: int, doors: Mapping[str, int])
         url = _url(settings.gateway.http_host, doors["http"], scheme)
         say(f"headrace: gateway    {url}v2", err=True)
     if "grpc" in doors:
-        address = f"{settings.gateway.grpc_host}:{doors['grpc']}"
+        address = f"{_in_brackets(settings.gateway.grpc_host)}:{doors['grpc']}"
         say(f"headrace: grpc       {address}{' (TLS)' if has_tls else ''}", err=True)
 
 
 def _url(host: str, port: int, scheme: str = "http") -> str:
-    return f"{scheme}://{'localhost' if host in ANY_ADDRESS else host}:{port}/"
+    return f"{scheme}://{'localhost' if host in ANY_ADDRESS else _in_brackets(host)}:{port}/"
+
+
+def _in_brackets(host: str) -> str:
+    """Return a host as it stands before a port: an IPv6 address in brackets (RFC 3986)."""
+    return f"[{host}]" if ":" in host else host
 
 
 def tune_interpreter() -> None:

@@ -274,6 +274,23 @@ def test_start_is_announced_with_models_and_addresses(
     ]
 
 
+def test_announced_ipv6_addresses_can_be_opened(capsys: pytest.CaptureFixture[str]) -> None:
+    """A URL has brackets around them, without which the port belongs to the address."""
+    settings = make_settings(
+        {
+            "telemetry": {"http_host": "::1"},
+            "gateway": {"http_host": "fd00::5", "grpc_host": "fd00::5"},
+        }
+    )
+    announce_start(settings, 8123, {"http": 8000, "grpc": 8001})
+
+    assert capsys.readouterr().err.splitlines()[-3:] == [
+        "headrace: page       http://[::1]:8123/",
+        "headrace: gateway    http://[fd00::5]:8000/v2",
+        "headrace: grpc       [fd00::5]:8001",
+    ]
+
+
 def test_sighup_ends_no_process_that_starts(call: Call, started: Started) -> None:
     """It asks to look for models, which a process that starts does anyway."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
