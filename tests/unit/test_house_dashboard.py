@@ -77,6 +77,21 @@ def test_dashboard_legends_use_labels_of_their_queries(dashboard: dict[str, Any]
     assert not wrong
 
 
+def test_dashboard_shows_gauges_in_their_units(dashboard: dict[str, Any]) -> None:
+    """Grafana writes 5400 of no unit as 5.4 K, and as seconds as 1.5 hours."""
+    units = {"seconds": "s", "bytes": "bytes"}
+    wrong = [
+        panel["title"]
+        for panel in panels(dashboard)
+        for target in panel.get("targets", ())
+        for metric in re.findall(r"^\w+ by \(.*\) \((headrace_\w+)\{[^/]*$", target["expr"])
+        if (spec := METRIC_SPECS.get(metric)) is not None and spec.unit
+        if panel["fieldConfig"]["defaults"]["unit"] != units[spec.unit]
+    ]
+
+    assert not wrong
+
+
 def test_query_of_unknown_metric_is_refused() -> None:
     """A name that was changed stops the writing of the dashboard."""
     with pytest.raises(KeyError):

@@ -93,9 +93,9 @@ READING = Row(
 )
 
 
-def _by_partition(title: str, description: str, metric: str) -> Panel:
+def _by_partition(title: str, description: str, metric: str, unit: str = "short") -> Panel:
     query = Query(worst(metric, "topic, partition"), "{{topic}}/{{partition}}")
-    return Panel(title, description, "short", (query,))
+    return Panel(title, description, unit, (query,))
 
 
 PARTITIONS = Row(
@@ -125,8 +125,9 @@ PARTITIONS = Row(
         ),
         _by_partition(
             "Age of the base",
-            "Seconds since it moved, where its request was passed on to another process.",
+            "Time since it moved, where its request was passed on to another process.",
             "headrace_partition_base_age_seconds",
+            "s",
         ),
         Panel(
             "Partitions that are not read",
