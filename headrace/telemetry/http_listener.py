@@ -119,7 +119,7 @@ async def bind(
 
     Args:
         setting: name of the port's setting, for errors.
-        host: a name or an address; empty for all addresses of this machine.
+        host: a name or an address; empty or `::` for all addresses of this machine.
         port: 0 picks a free one.
         reuse_port: other processes of the same user may listen on the port as well, and the kernel
             spreads the connections over those that do (SO_REUSEPORT).
@@ -133,7 +133,8 @@ async def bind(
             found = await asyncio.get_running_loop().getaddrinfo(
                 host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )
-            for family, kind, protocol, _, address in dict.fromkeys(found):
+            places = dict.fromkeys(found)
+            for family, kind, protocol, _, address in places:
                 try:
                     each = opened.enter_context(socket.socket(family, kind, protocol))
                 except OSError:
@@ -143,7 +144,9 @@ async def bind(
                 if reuse_port:
                     each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
                 if family == socket.AF_INET6:
-                    each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                    # `::` has IPv4 as well, as it has for gRPC, unless 0.0.0.0 is beside it.
+                    v6_only = address[0] != "::" or len(places) > 1
+                    each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, v6_only)
                 at_port = port or (port_of(sockets) if sockets else 0)
                 each.bind((address[0], at_port, *address[2:]))
                 sockets.append(each)

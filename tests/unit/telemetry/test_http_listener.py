@@ -352,10 +352,11 @@ async def test_shared_port_is_not_reserved_again() -> None:
         each.close()
 
 
-async def test_all_addresses_of_host_have_same_port() -> None:
-    """A name with addresses of both versions, and a free port."""
+@pytest.mark.parametrize("host", ["", "::"])
+async def test_all_addresses_have_same_port(host: str) -> None:
+    """Of both versions, at a free port. `::` has those of IPv4 as well, as with other servers."""
     connections = Connections(PLACES, LONG_S, LONG_S)
-    listener = HttpListener("telemetry.http_port", ("", 0), connections)
+    listener = HttpListener("telemetry.http_port", (host, 0), connections)
     await listener.start(web.AppRunner(web.Application()))
     try:
         _, writer = await asyncio.open_connection(HOST, listener.port)
