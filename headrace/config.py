@@ -13,6 +13,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, Self, TypeAlias, get_args
 
@@ -911,4 +912,7 @@ def _configured_file() -> Path | None:
     if named:
         return Path(named)
     here = Path("headrace.toml")
-    return here if here.is_file() else None
+    with suppress(PermissionError):  # the directory may be closed to us, as another user's home
+        if here.is_file():
+            return here
+    return None

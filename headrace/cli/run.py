@@ -234,7 +234,7 @@ def announce_start(settings: Settings, http_port: int, doors: Mapping[str, int])
         sorted(
             each.name
             for location in locations
-            if isinstance(location, Path) and location.is_dir()
+            if isinstance(location, Path) and os.path.isdir(location)  # noqa: PTH112 - raises nothing
             for each in location.glob("[!.]*/")
         )
     )

@@ -10,6 +10,7 @@ import pytest
 
 from headrace.config import check_namespace, load_settings, make_settings
 from headrace.errors import ConfigurationError
+from tests.support.users import closed_to_us
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +44,18 @@ def test_environment_overrides_settings_file(file: Path, monkeypatch: pytest.Mon
 
     assert settings.telemetry.http_port == 9001
     assert (settings.limits.drain_timeout_s, settings.limits.max_stall_s) == (5, 7)
+
+
+def test_directory_that_is_closed_to_us_has_no_settings_file(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as root's home, where `sudo -u headrace headrace doctor` runs."""
+    monkeypatch.chdir(file.parent)
+
+    with closed_to_us(file.parent):
+        settings = load_settings()
+
+    assert settings == make_settings({})
 
 
 def test_wrong_setting_from_environment_names_variable(

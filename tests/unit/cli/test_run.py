@@ -24,6 +24,7 @@ from headrace.topics import STAGES, Stage
 from headrace.tuning import TUNING
 from tests.support.command_line import Call
 from tests.support.conditions import DEADLINE_S
+from tests.support.users import closed_to_us
 
 
 class Started(list[tuple[Stage, ...]]):
@@ -272,6 +273,17 @@ def test_start_is_announced_with_models_and_addresses(
         f"headrace: models     digits ({tmp_path / 'models'})",
         "headrace: page       http://127.0.0.1:8123/",
     ]
+
+
+def test_models_that_are_closed_to_us_do_not_end_announcement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The pipeline reports them."""
+    models = tmp_path / "models"
+    with closed_to_us(tmp_path):
+        announce_start(make_settings({"models": {"repository": str(models)}}), 8123, {})
+
+    assert f"headrace: models     none ({models})" in capsys.readouterr().err
 
 
 def test_announced_ipv6_addresses_can_be_opened(capsys: pytest.CaptureFixture[str]) -> None:
