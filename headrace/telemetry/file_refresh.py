@@ -43,7 +43,7 @@ async def _refresh(watched: Watched[Any], check_interval_s: float) -> None:
         await asyncio.sleep(check_interval_s)
         try:
             changed = await run_on_daemon_thread(watched.refresh)
-        except ConfigurationError as error:
+        except (ConfigurationError, RuntimeError) as error:  # the latter: no thread can be started
             log.error(Event.ACCESS_FILES_REJECTED, reason=str(error))
         else:
             if changed:

@@ -165,6 +165,23 @@ def test_file_that_never_answers_keeps_no_event_loop_from_ending(file: Path) -> 
     answers.set()
 
 
+async def test_files_are_refreshed_again_once_system_has_threads(file: Path) -> None:
+    """Else one moment without would keep a certificate in use until it expires."""
+    watched = Watched([file], loading(file, []))
+
+    with capture_logs() as logged:
+        async with refreshing([watched], 0.001):
+            usual = threading.stack_size(1 << 46)  # more than there is
+            try:
+                await eventually(lambda: bool(logged))
+            finally:
+                threading.stack_size(usual)
+            await asyncio.to_thread(file.write_bytes, b"second")
+            await eventually(lambda: watched.current() == b"second")
+
+    assert logged[0]["event"] == Event.ACCESS_FILES_REJECTED
+
+
 async def test_file_that_never_answers_keeps_no_other_from_refreshing(
     file: Path, tmp_path: Path
 ) -> None:
