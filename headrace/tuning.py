@@ -939,6 +939,8 @@ class AccessTuning(Struct, frozen=True):
 
     file_check_interval_s: float = 5.0
     """Time between two looks at the files of certificates and keys."""
+    first_read_timeout_s: float = 60.0
+    """Limit of reading them at the start, as of other work that hangs (`limits.max_stall_s`)."""
     max_token_bytes: int = 6144
     """Longest JSON Web Token of a caller; the servers accept 8 KiB of headers."""
     cached_tokens: int = 4096

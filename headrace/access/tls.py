@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import ssl
 import sys
 import tempfile
-from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -111,35 +108,13 @@ def _load(
 
 def first_expiry_s(chain: bytes) -> float:
     """Return when the first of the certificates in PEM expires; see `Identity`."""
-    found = re.findall(rb"-BEGIN (?:\w+ )?CERTIFICATE-+([^-]+)-", chain)
+    from cryptography.x509 import load_pem_x509_certificates  # only servers with TLS need it
+
     try:
-        return min(_expiry_s(b64decode(each)) for each in found)
-    except (ValueError, IndexError):  # OpenSSL has read it, and may forgive more than this
+        found = load_pem_x509_certificates(chain)
+    except ValueError:  # OpenSSL has read it, and may forgive more than this
         return math.nan
-
-
-def _expiry_s(certificate: bytes) -> float:
-    """Return the end of a certificate's validity (RFC 5280, section 4.1)."""
-    signed = _elements(_elements(_elements(certificate)[0][1])[0][1])
-    has_version = signed[0][0] == 0xA0
-    kind, value = _elements(signed[3 + has_version][1])[1]
-    text = value.decode("ascii")
-    if kind == 0x17:  # UTCTime, whose years have two digits
-        text = ("19" if text >= "50" else "20") + text
-    return datetime.strptime(f"{text}+0000", "%Y%m%d%H%M%SZ%z").timestamp()
-
-
-def _elements(content: bytes) -> list[tuple[int, bytes]]:
-    """Return the tags and contents of the elements of a sequence in DER."""
-    found = []
-    while content:
-        size, begin = content[1], 2
-        if size & 0x80:
-            begin += size & 0x7F
-            size = int.from_bytes(content[2:begin])
-        found.append((content[0], content[begin : begin + size]))
-        content = content[begin + size :]
-    return found
+    return min(each.not_valid_after_utc for each in found).timestamp()
 
 
 @contextmanager

@@ -16,8 +16,7 @@ from headrace.gateway.gateway import Gateway
 from headrace.gateway.http import HttpDoor
 from headrace.log.port import Log
 from headrace.models.index import RepositoryIndex
-from headrace.primitives.worker_thread import run_on_daemon_thread
-from headrace.telemetry.file_refresh import refreshing
+from headrace.telemetry.file_refresh import read_first, refreshing
 from headrace.telemetry.health import Health
 from headrace.telemetry.http import ServedModels
 from headrace.telemetry.instruments import Instruments
@@ -109,8 +108,9 @@ async def open_gateway(
     """
     chosen = settings.gateway
     async with AsyncExitStack() as stack:
-        gateway = await run_on_daemon_thread(  # it reads keys and certificates
-            partial(Gateway, settings, log, models, health, instruments, repository, tuning)
+        gateway = await read_first(
+            partial(Gateway, settings, log, models, health, instruments, repository, tuning),
+            tuning.access.first_read_timeout_s,
         )
         await stack.enter_async_context(gateway)
         await stack.enter_async_context(

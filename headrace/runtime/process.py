@@ -43,6 +43,7 @@ from headrace.runtime.stage_group import StageGroup, group_stages
 from headrace.runtime.topic_plan import check_topics, is_controlled
 from headrace.services.executor.trial import make_trials
 from headrace.telemetry.collector import open_tracing
+from headrace.telemetry.file_refresh import read_first
 from headrace.telemetry.health import Health, Phase
 from headrace.telemetry.http import HttpServer
 from headrace.telemetry.instruments import Instruments
@@ -575,7 +576,8 @@ async def run(
             pipeline.repository,
         )
         async with until_requested(stop):
-            server = await run_on_daemon_thread(make_server)  # it reads keys and certificates
+            limit_s = tuning.runtime.http_access.first_read_timeout_s
+            server = await read_first(make_server, limit_s)
         if stop.requested.is_set():
             return pipeline.is_drained
         if server.certificates is not None:

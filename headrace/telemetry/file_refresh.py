@@ -1,11 +1,11 @@
-"""Refresh the files of certificates and keys while a server runs."""
+"""Read the files of certificates and keys at the start of a server, and refresh them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
@@ -15,6 +15,25 @@ from headrace.primitives.worker_thread import run_on_daemon_thread
 from headrace.telemetry.logs import Event
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+
+async def read_first(make: Callable[[], T], timeout_s: float) -> T:
+    """Make, on a thread, what reads such files when it is made. A thread that a file system never
+    answers keeps the process neither from ending nor from hearing signals.
+
+    Raises:
+        ConfigurationError: it was not made in time.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await run_on_daemon_thread(make)
+    except TimeoutError as error:
+        raise ConfigurationError(
+            "expected to read the files of certificates and keys (tls_cert_file, keys_file and "
+            f"such) within {timeout_s:g} s, and their file system did not answer"
+        ) from error
 
 
 @asynccontextmanager

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.config import AccessSettings, GatewaySettings, Settings, TelemetrySettings
+from headrace.errors import ConfigurationError
 from headrace.gateway import open_gateway
 from headrace.log.memory.log import MemoryLog
 from headrace.log.port import Log, TopicInfo
@@ -25,6 +27,7 @@ from headrace.telemetry.health import Health, Phase
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import LogRateLimiter
 from headrace.topics import STAGES
+from headrace.tuning import TUNING, AccessTuning
 from tests.support.conditions import DEADLINE_S, eventually
 from tests.support.models import settings_for
 from tests.support.pipelines import log_for, settings_of
@@ -103,6 +106,21 @@ async def test_first_signal_ends_process_that_reads_keys_of_callers(
     has_ended.set()
     signalling.join()
     assert is_drained
+
+
+async def test_keys_that_are_not_read_in_time_end_process(tmp_path: Path) -> None:
+    """A supervisor starts it again; otherwise it would wait without a port for probes."""
+    pipe = tmp_path / "keys.toml"
+    os.mkfifo(pipe)
+    telemetry = TelemetrySettings(http_port=0, keys_file=pipe)
+    settings = settings_for(tmp_path).model_copy(update={"telemetry": telemetry})
+    access = AccessTuning(first_read_timeout_s=0.01)
+    runtime = replace(TUNING.runtime, http_access=access)
+
+    with pytest.raises(ConfigurationError, match=r"keys_file and such\) within 0.01 s"):
+        await run(settings, STAGES, LogRateLimiter(), tuning=replace(TUNING, runtime=runtime))
+
+    pipe.write_bytes(b"")  # ends the thread that reads
 
 
 async def test_first_signal_ends_process_whose_gateway_opens(tmp_path: Path) -> None:

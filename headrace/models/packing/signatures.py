@@ -36,7 +36,7 @@ def read_trust(require_signature: bool, trusted_keys: Sequence[Path]) -> Trust:
     """Read the trusted keys.
 
     Raises:
-        ConfigurationError: a key cannot be read, or the package `cryptography` is missing.
+        ConfigurationError: a key cannot be read.
     """
     if not require_signature:
         return Trust()
@@ -44,7 +44,6 @@ def read_trust(require_signature: bool, trusted_keys: Sequence[Path]) -> Trust:
 
 
 def _read_public_key(path: Path) -> Ed25519PublicKey:
-    _require_cryptography("models.require_signature")
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
@@ -60,9 +59,8 @@ def read_private_key(path: Path) -> Ed25519PrivateKey:
     """Read the key to sign with.
 
     Raises:
-        ConfigurationError: it cannot be read, or the package `cryptography` is missing.
+        ConfigurationError: it cannot be read.
     """
-    _require_cryptography("--sign-key")
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
@@ -83,15 +81,6 @@ def _read_key(path: Path, where: str, load: Any) -> object:
         raise ConfigurationError(f"{where}: {path}: {error.strerror}") from error
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise ConfigurationError(f"{where}: {path}: expected an Ed25519 key in PEM") from error
-
-
-def _require_cryptography(what: str) -> None:
-    try:
-        import cryptography  # noqa: F401 - only whether it is there
-    except ImportError as error:
-        raise ConfigurationError(
-            f"{what} needs the package cryptography: pip install 'headrace[store]'"
-        ) from error
 
 
 def sign(manifest: Manifest, key: Ed25519PrivateKey) -> Manifest:
