@@ -169,15 +169,14 @@ async def test_deleted_responses_topic_ends_process_and_loses_no_request(
 ) -> None:
     """The process ends and names it; once there is one again, its successor answers the rest."""
     servers, topic = kafka.bootstrap_servers, f"{unique_name}.{Topic.RESPONSES}"
-    more = ONE_NODE | {"KAFKA__REQUEST_TIMEOUT_MS": "5000"}
-    async with deployment(servers, unique_name, guarantee, more) as (process, traffic):
+    async with deployment(servers, unique_name, guarantee, ONE_NODE) as (process, traffic):
         await traffic.all_answered()
         async with administration(servers) as admin:
             await admin.delete_topics([topic])
         await traffic.send_one([])
         assert await process.wait() == 1
         assert f"{topic}/0: expected a topic with this partition" in process.output
-    settings = settings_for(servers, unique_name, guarantee, more)
+    settings = settings_for(servers, unique_name, guarantee, ONE_NODE)
     await create_topics(settings)
     async with Traffic(servers, unique_name) as later, Process(ALL, settings):
         await later.all_answered()

@@ -37,6 +37,7 @@ NOT_LEADER, TOO_LARGE, NOT_ENOUGH_REPLICAS, FORBIDDEN, OUT_OF_ORDER, DUPLICATE =
     46,
 )
 LOADING = 14
+UNKNOWN_TOPIC = 3
 
 AT_ONCE = Backoff(first_s=0.0, longest_s=0.0, jitter=0.0)
 TUNED = replace(TUNING.kafka, request_retry_s=0.0, producer_id_retry=AT_ONCE)
@@ -86,9 +87,15 @@ class Brokers:
         self.may_answer.set()
         self.first_request = asyncio.Event()
         self.asked_for_metadata = asyncio.Event()
+        self._partitions = {0, 1, 2}
         self.cluster = SimpleNamespace(
-            leader_for_partition=self.leaders.get, partitions_for_topic=lambda _: {0, 1, 2}
+            leader_for_partition=self.leaders.get, partitions_for_topic=lambda _: self._partitions
         )
+
+    def delete_partition(self, partition: TopicPartition) -> None:
+        """From now on metadata is without it."""
+        self._partitions.remove(partition.partition)
+        del self.leaders[partition]
 
     def get_random_node(self) -> int:
         """The only broker that is known to give producer ids."""
@@ -384,6 +391,31 @@ async def test_retried_batch_follows_new_leader() -> None:
 
     assert [each.node for each in brokers.sent] == [1, 2]
     assert brokers.asked_for_metadata.is_set()
+
+
+@pytest.mark.parametrize("answer", [0, UNKNOWN_TOPIC])
+async def test_batches_of_deleted_topic_fail_at_once(answer: Answer) -> None:
+    """Those that were sent, and those that were not; whoever sends again learns of the deletion."""
+    brokers = Brokers({ONE: [answer]})
+    async with sending(brokers) as sender:
+        queue, other = PartitionQueue(ONE), PartitionQueue(TWO)
+        first = add(queue)
+        sender.send_soon(queue)
+        await brokers.first_request.wait()
+        brokers.delete_partition(ONE)
+        second = add(queue)
+        sender.send_soon(queue)
+        if answer:
+            with pytest.raises(LogUnavailable, match="no longer know"):
+                await first.acknowledged
+        with pytest.raises(LogUnavailable, match="no longer know"):
+            await second.acknowledged
+        kept = add(other)
+        sender.send_soon(other)
+        await kept.acknowledged
+
+    # The numbers of a batch that was sent are used up.
+    assert [each.producer_id for each in brokers.sent] == ([1, 2] if answer else [1, 1])
 
 
 async def test_request_holds_no_more_than_its_limit() -> None:

@@ -418,6 +418,7 @@ class Sender:
                 if node is None:
                     self.client.force_metadata_update()
                     await asyncio.sleep(self._connection.tuning.request_retry_s)
+                    self._fail_missing(queues)
                 elif self._producer_id is None:
                     await self._identify(queues)
                 else:
@@ -439,6 +440,19 @@ class Sender:
             else:
                 self._start_sending(leader)  # it may have become the leader since
         return found
+
+    def _fail_missing(self, queues: Iterable[PartitionQueue]) -> None:
+        """Fail the batches of partitions that the metadata no longer has, whose topics were mostly
+        deleted: a broker says so to whoever sends again.
+        """
+        known = self.client.cluster.partitions_for_topic
+        for queue in queues:
+            partition = queue.partition
+            if partition.partition in (known(partition.topic) or ()):
+                continue
+            if queue.in_flight is not None:  # its sequence numbers are used up
+                self.renew_producer_id()
+            queue.fail_next(LogUnavailable(f"send to {partition}: brokers no longer know it"))
 
     async def _identify(self, queues: Iterable[PartitionQueue]) -> None:
         """Get a producer id; all batches fail if brokers refuse us, or none can be asked for."""
