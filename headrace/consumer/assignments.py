@@ -135,10 +135,12 @@ class Assignments:
         deadline = asyncio.get_running_loop().time() + self._tuning.revocation_timeout_s
         # Before the drain: requests that wait long are left in the log, and it need not wait.
         self.leave(partitions)
-        await self.drain(partitions, self._revocation_drain_s)
-        if self._settings.commits:
-            async with self.last_commit(deadline):
-                await self._committer.commit(self.consumer, self._reader.leaving)
+        # A member that the group has removed can commit nothing: its answers would be repeated.
+        if self.consumer.membership is not None:
+            await self.drain(partitions, self._revocation_drain_s)
+            if self._settings.commits:
+                async with self.last_commit(deadline):
+                    await self._committer.commit(self.consumer, self._reader.leaving)
         # Before the tracker forgets what is answered: the closing marker names no answered suspect.
         await self._quarantine.on_revoked(partitions)
         # After the commit: from here on an acknowledgement marks no offset, and nothing of these

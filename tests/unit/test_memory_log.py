@@ -180,6 +180,7 @@ async def test_member_with_expired_session_is_fenced_and_rejoins(log: MemoryLog)
     refused: list[Fenced] = []
 
     async def revoked(partitions: Sequence[TopicPartition]) -> None:
+        assert member.membership is None
         try:
             await member.commit({partition: Committed(1) for partition in partitions})
         except Fenced as error:

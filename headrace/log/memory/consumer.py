@@ -383,6 +383,10 @@ class MemoryMember(MemoryReader):
 
     async def _revoke(self) -> None:
         self._gate_is_open = False
+        if self._member_id is None or not self._group.counts_in(
+            self._member_id, self._generation, _now()
+        ):
+            self._generation = -1
         if self._reading:
             await self._listener.on_revoked(sorted(self._reading))
         self._give_up()

@@ -322,6 +322,21 @@ async def test_work_undrained_at_deadline_is_revoked(log: MemoryLog) -> None:
         assert await progress(log) == AckedOffsets(0, [(1, 2)])
 
 
+async def test_work_of_member_that_group_removed_is_revoked_at_once(log: MemoryLog) -> None:
+    """It cannot be committed any more: what is answered meanwhile would be answered once more."""
+    consumer = replace(QUICK.consumer, revocation_timeout_s=3600)
+    await fill(log, 4)
+    async with reading(log, replace(QUICK, consumer=consumer), drain_timeout_s=3600) as stage:
+        await eventually(lambda: len(stage.offsets) == 4)
+        (member_id,) = log.faults.groups.members(GROUP)
+        log.faults.groups.expire_session(GROUP, member_id)
+        await eventually(lambda: stage.offsets[4:] == [0, 1, 2, 3])
+
+        assert [ack_handle.revoked for ack_handle in stage.ack_handles] == [True] * 4 + [False] * 4
+        stage.ack_all()
+        await eventually(lambda: _is(log, AckedOffsets(4)))
+
+
 async def test_assignment_waits_for_broker(log: MemoryLog) -> None:
     """A broker that is unavailable during an assignment delays reading, and ends nothing."""
     await fill(log, 3)
