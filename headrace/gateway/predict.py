@@ -151,6 +151,8 @@ def _tensor(spec: TensorSpec, value: Any, where: str) -> Tensor:
         check_shape(spec.datatype, shape, where)  # which bounds the depth
         data, encoding = _all_base64(data, len(shape)), BASE64
     content = data_to_bytes(spec.datatype, shape, data, encoding, where)
+    if not (spec.shape or isinstance(value, list)):
+        shape = []
     return Tensor(spec.name, spec.datatype, tuple(shape), content)
 
 

@@ -7,6 +7,7 @@ import pytest
 from headrace.errors import Code, Rejected
 from headrace.gateway.predict import decode_predict
 from headrace.models.signature import TensorSpec, make_signature
+from headrace.protocol.messages import Tensor
 
 SIGNATURE = make_signature([TensorSpec("x", "FP32", (-1, 2))], [TensorSpec("y", "FP32", (-1, 2))])
 MANY = 1000
@@ -43,3 +44,28 @@ def test_body_of_as_many_values_as_allowed_is_decoded() -> None:
 
     assert found.call.inputs["x"].shape == (6, 2)
     assert refusal(body.replace(b"2.5", b"2,5", 1)).code is Code.TOO_LARGE
+
+
+@pytest.mark.parametrize(
+    ("datatype", "value", "content"),
+    [
+        ("INT64", b"16000", (16000).to_bytes(8, "little")),
+        ("BYTES", b'"a"', b"\1\0\0\0a"),
+        ("BYTES", b'{"b64":"YQ=="}', b"\1\0\0\0a"),
+    ],
+)
+def test_value_outside_of_list_is_scalar_for_input_without_dimensions(
+    datatype: str, value: bytes, content: bytes
+) -> None:
+    """Such as a rate beside the samples; a list has a dimension, which the input has not."""
+    rate = TensorSpec("rate", datatype, ())
+    signature = make_signature([*SIGNATURE.inputs, rate], SIGNATURE.outputs)
+    body = b'{"inputs":{"x":[[1,2]],"rate":%b}}'
+
+    bare, listed = (
+        decode_predict(body % each, signature).call.inputs["rate"]
+        for each in (value, b"[%b]" % value)
+    )
+
+    assert bare == Tensor("rate", datatype, (), content)
+    assert listed.shape == (1,)
