@@ -32,6 +32,7 @@ from headrace.models.processing import plan_processing
 from headrace.models.signature import Signature, TensorSpec
 from headrace.models.signature_child import read_large_signature
 from headrace.protocol.control import WantedModel
+from headrace.protocol.messages import MAX_INPUTS
 from headrace.tuning import TUNING, ModelTuning
 
 MODEL_FILES = {"onnx": "model.onnx", "python": "model.py"}
@@ -381,18 +382,25 @@ def read_signature(
         tuning: from which size on a file is read in a child process.
 
     Raises:
-        ConfigurationError: a file is missing or broken, or the checksum or the manifest differs.
+        ConfigurationError: a file is missing or broken, the checksum or the manifest differs, or no
+            request can have all of the inputs.
     """
     check_files(found, config, packed=packed)
     path = found.directory / MODEL_FILES[config.backend]
     if not path.is_file():
         raise ConfigurationError(f"{path}: expected the model here, got no file")
     if config.backend == "python":
-        return python_signature(path, config)
-    signature = read_large_signature(path, tuning)
-    _compare_declared("inputs", config.inputs, signature.inputs, are_all=True)
-    _compare_declared("outputs", config.outputs, signature.outputs, are_all=False)
-    return plan_processing(signature, config, found.directory).signature
+        signature = python_signature(path, config)
+    else:
+        file_signature = read_large_signature(path, tuning)
+        _compare_declared("inputs", config.inputs, file_signature.inputs, are_all=True)
+        _compare_declared("outputs", config.outputs, file_signature.outputs, are_all=False)
+        signature = plan_processing(file_signature, config, found.directory).signature
+    count = len(signature.inputs)
+    if count > MAX_INPUTS and config.transform is None:
+        expected = f"at most {MAX_INPUTS}, the most of a request, or a transform"
+        raise ConfigurationError(f"{path}: inputs: expected {expected}, got {count}")
+    return signature
 
 
 def _compare_declared(

@@ -6,11 +6,12 @@ import hashlib
 from pathlib import Path
 
 import pytest
+from onnx import TensorProto, helper
 
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
 from headrace.models.repository import FoundModel, Repository, compute_checksum, read_signature
-from tests.support.models import add_version, digits, settings_for
+from tests.support.models import Value, add_version, digits, make_model, settings_for
 
 
 def scan(path: Path) -> list[FoundModel]:
@@ -105,6 +106,25 @@ def test_version_without_its_file_cannot_be_opened(tmp_path: Path) -> None:
     assert model.config is not None
     with pytest.raises(ConfigurationError, match=r"1/model\.onnx: expected the model here"):
         read_signature(model.versions[0], model.config)
+
+
+@pytest.mark.parametrize("config", ["", 'transform = "python"'])
+def test_version_with_more_inputs_than_request_can_have_needs_transform(
+    tmp_path: Path, config: str
+) -> None:
+    """It would be ready, and refuse every request with tensors; a transform makes any number."""
+    names = [f"x{number}" for number in range(65)]
+    inputs: list[Value] = [(name, TensorProto.FLOAT, ["batch", 1]) for name in names]
+    outputs: list[Value] = [("y", TensorProto.FLOAT, ["batch", 1])]
+    model_file = make_model([helper.make_node("Sum", names, ["y"])], inputs, outputs)
+    add_version(tmp_path, "wide", 1, model_file, config)
+    [model] = scan(tmp_path)
+    assert model.config is not None
+    if config:
+        assert len(read_signature(model.versions[0], model.config).inputs) == 65
+    else:
+        with pytest.raises(ConfigurationError, match=r"inputs: expected at most 64, .*, got 65"):
+            read_signature(model.versions[0], model.config)
 
 
 def test_version_stamp_changes_with_file(tmp_path: Path) -> None:
