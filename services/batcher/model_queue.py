@@ -228,7 +228,8 @@ class ModelQueue:
 
         Args:
             now_us: full groups and groups whose delay is over at this time may close.
-            demand: for a busy instance only full groups may close yet; at the last pull all may.
+            demand: for a busy instance only the group that goes next may close yet, if it is full;
+                at the last pull all may.
         """
         if not self.count:
             return None
@@ -236,16 +237,17 @@ class ModelQueue:
         is_busy = demand.close_at_us > now_us
         if demand.is_last or not (is_busy or self._delay.is_set) or group.is_full:
             return group
-        # A busy instance gains nothing from a batch that could still grow until it is idle; its
-        # delay is therefore not looked at.
-        if not is_busy:
-            if self._delay.is_capped(now_us):
-                return group
-            # Fairness chose `group`, but a delay is promised to every request: the oldest one's
-            # group goes first when its delay is over, or a busy tenant could keep it waiting.
-            oldest = self._oldest()
-            if self._delay.end_us(oldest.oldest_arrival_us()) <= now_us:
-                return oldest.group
+        # A busy instance gains nothing from a batch that could still grow until it is idle. Nor do
+        # full groups overtake one meanwhile: in a flood of another shape it would never be first.
+        if is_busy:
+            return None
+        if self._delay.is_capped(now_us):
+            return group
+        # Fairness chose `group`, but a delay is promised to every request: the oldest one's group
+        # goes first when its delay is over, or a busy tenant could keep it waiting.
+        oldest = self._oldest()
+        if self._delay.end_us(oldest.oldest_arrival_us()) <= now_us:
+            return oldest.group
         return self._full.first()
 
     def due_us(self) -> int | None:

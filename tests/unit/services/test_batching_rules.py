@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -141,9 +143,9 @@ def test_batch_for_busy_instance_closes_just_in_time() -> None:
 
 
 def test_full_batch_does_not_wait_for_busy_instance() -> None:
-    """More would not fit, so it can be gathered now; other shapes still wait."""
-    single = request_of(shape_class=(1,), in_ms=100)
-    full = [request_of() for _ in range(4)]
+    """More would not fit, so it can be gathered now; less urgent shapes still wait."""
+    single = request_of(shape_class=(1,))
+    full = [request_of(arrived_us=NOW_US - 1) for _ in range(4)]
     forming = filled(Limits(max_batch_size=4), single, *full)
     demand = Demand(close_at_us=NOW_US + 500)
 
@@ -151,6 +153,23 @@ def test_full_batch_does_not_wait_for_busy_instance() -> None:
 
     assert (batch.reason, batch.requests) == ("full", full)
     assert forming.next(KEY, NOW_US, demand) is None
+
+
+@pytest.mark.parametrize("rare", [{"in_ms": 100}, {"tenant": "quiet"}], ids=["shape", "tenant"])
+def test_flood_of_full_batches_does_not_starve_another_shape_at_busy_instance(
+    rare: dict[str, Any],
+) -> None:
+    """An instance that always finds a full batch of the flood would never run the other one."""
+    first = request_of(shape_class=(1,), arrived_us=NOW_US - 1, **rare)
+    forming = filled(Limits(max_batch_size=4), *(request_of() for _ in range(40)), first)
+    batches = []
+    for run in range(4):
+        now_us = NOW_US + run * 1000
+        demand = Demand(close_at_us=now_us + 500)
+        batch = forming.next(KEY, now_us, demand)
+        batches.append(batch or pulled(forming, now_us + 500, demand))
+
+    assert any(first in batch.requests for batch in batches)
 
 
 def test_batch_size_has_best_throughput() -> None:
