@@ -32,28 +32,28 @@ def add_padding(signature: Signature, config: ModelConfig) -> Signature:
     """Return the signature with the padding of `model.toml`.
 
     Raises:
-        ConfigurationError: an input with a free dimension has no padding value, another input has
-            one, the value does not fit the datatype, or the mask is not an input with a free
-            dimension.
+        ConfigurationError: an input with a free dimension, other than the mask, has no padding
+            value; another input has one; the value does not fit the datatype; or the mask is not an
+            input with a free dimension.
     """
     if not config.sequence_buckets:
         return signature
     if not signature.batched:
         raise ConfigurationError(f"sequence_buckets: {signature.unbatched_reason}")
     free = [spec.name for spec in signature.inputs if any(_list_free_axes(spec))]
-    for name in free:
-        if name not in config.pad:
-            raise ConfigurationError(f"pad.{name}: expected a value, since {name} is padded")
-    for name, value in config.pad.items():
-        if name not in free:
-            names = ", ".join(free) or "none, since no input has a free dimension"
-            raise ConfigurationError(f"pad.{name}: expected one of {names}")
-        _check_value(next(spec for spec in signature.inputs if spec.name == name), value)
     if config.mask not in free:
         names = f"one of {', '.join(free)}" if free else "an input with a free dimension"
         raise ConfigurationError(f"mask: expected {names}, got {config.mask!r}")
+    values = {config.mask: 0.0, **config.pad}
+    for name in free:
+        if name not in values:
+            raise ConfigurationError(f"pad.{name}: expected a value, since {name} is padded")
+    for name, value in values.items():
+        if name not in free:
+            raise ConfigurationError(f"pad.{name}: expected one of {', '.join(free)}")
+        _check_value(next(spec for spec in signature.inputs if spec.name == name), value)
     inputs = tuple(
-        spec._replace(pad=config.pad[spec.name]) if spec.name in free else spec
+        spec._replace(pad=values[spec.name]) if spec.name in free else spec
         for spec in signature.inputs
     )
     return signature._replace(inputs=inputs, buckets=tuple(sorted(set(config.sequence_buckets))))

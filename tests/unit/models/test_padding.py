@@ -89,6 +89,13 @@ def test_padding_has_configured_values() -> None:
     assert arrays["shift"].shape == (3, 1)
 
 
+def test_mask_without_padding_value_is_padded_with_zeros() -> None:
+    """No other value would mask anything."""
+    arrays = gather([request_of(2), request_of(3)], padded(pad={"ids": 9}))
+
+    assert arrays["mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 0]]
+
+
 def test_outputs_are_cut_to_sizes_of_request() -> None:
     """Free dimensions of the name of an input's are cut back; a fixed size that happens to be
     the same as a length is not.
