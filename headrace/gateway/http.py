@@ -446,8 +446,8 @@ class InferencePaths:
                         takes_long=conversions.decoding_takes_long(body, json_bytes),
                     )
                 wanted = _require_accepted(accept, (JSON, OCTETS))
-                if wanted == OCTETS:
-                    call = call._replace(binary_by_default=True)
+                if wanted == OCTETS or (accept and json_bytes == 0):
+                    call = call._replace(binary_by_default=wanted == OCTETS)
                 urgency = self._urgency(request, counted, call.timeout_us)
                 answer = await gateway.infer(
                     model, version, call, urgency, self._record_headers(request, span)

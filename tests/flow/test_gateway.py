@@ -108,6 +108,20 @@ async def test_bare_tensor_body_becomes_single_input_of_model(repository: Path) 
     np.testing.assert_allclose(np.frombuffer(response.tensors, "<f4"), 64.0 * np.arange(10))
 
 
+async def test_bare_tensor_body_is_answered_in_json_where_that_is_accepted(
+    repository: Path,
+) -> None:
+    """It has no flags that could ask for JSON."""
+    async with gateway_of(repository) as served:
+        response = await served.post(
+            "/v2/models/digits/infer",
+            np.ones(64, "<f4").tobytes(),
+            headers={"Inference-Header-Content-Length": "0", "Accept": "application/json"},
+        )
+
+    assert response.json["outputs"][0]["data"] == [64.0 * each for each in range(10)]
+
+
 @pytest.mark.parametrize(
     ("coding", "compress"),
     [("gzip", gzip.compress), ("deflate", zlib.compress)],
