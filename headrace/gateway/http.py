@@ -445,8 +445,10 @@ class InferencePaths:
                         regions,
                         takes_long=conversions.decoding_takes_long(body, json_bytes),
                     )
-                wanted = _require_accepted(accept, (JSON, OCTETS))
-                if wanted == OCTETS or (accept and json_bytes == 0):
+                is_bare = json_bytes == 0  # and has no flags of its own
+                offers = (OCTETS, JSON) if is_bare else (JSON, OCTETS)
+                wanted = _require_accepted(accept, offers)
+                if is_bare or wanted == OCTETS:
                     call = call._replace(binary_by_default=wanted == OCTETS)
                 urgency = self._urgency(request, counted, call.timeout_us)
                 answer = await gateway.infer(

@@ -122,6 +122,21 @@ async def test_bare_tensor_body_is_answered_in_json_where_that_is_accepted(
     assert response.json["outputs"][0]["data"] == [64.0 * each for each in range(10)]
 
 
+@pytest.mark.parametrize("accept", ["*/*", "application/*", "application/json;q=0.5, */*"])
+async def test_bare_tensor_body_is_answered_in_binary_where_all_is_accepted(
+    repository: Path, accept: str
+) -> None:
+    """As clients do by default."""
+    async with gateway_of(repository) as served:
+        response = await served.post(
+            "/v2/models/digits/infer",
+            np.ones(64, "<f4").tobytes(),
+            headers={"Inference-Header-Content-Length": "0", "Accept": accept},
+        )
+
+    np.testing.assert_allclose(np.frombuffer(response.tensors, "<f4"), 64.0 * np.arange(10))
+
+
 @pytest.mark.parametrize(
     ("coding", "compress"),
     [("gzip", gzip.compress), ("deflate", zlib.compress)],
