@@ -16,6 +16,7 @@ from headrace.cli.event_loop import run
 from headrace.cli.models_packing import note_no_models
 from headrace.cli.options import json_option
 from headrace.cli.outcome import Unsuccessful
+from headrace.cli.output import say
 from headrace.cli.samples import check_samples
 from headrace.cli.settings import pass_settings
 from headrace.config import Settings
@@ -66,7 +67,7 @@ def list_models(settings: Settings, in_json: bool) -> None:
         click.echo(json.dumps(entries, indent=2))
         return
     for entry in entries:
-        click.echo(_line(entry))
+        say(_line(entry))
     if not entries:
         note_no_models(settings)
 
@@ -89,7 +90,7 @@ def describe(settings: Settings, model: str, in_json: bool) -> None:
         click.echo(json.dumps(described, indent=2))
     else:
         for entry in described:
-            click.echo(_paragraph(entry))
+            say(_paragraph(entry))
     _tell(models, model)
 
 
@@ -119,7 +120,7 @@ def check(settings: Settings, model: str | None, in_json: bool) -> None:
         click.echo(json.dumps(entries, indent=2))
     else:
         for entry in entries:
-            click.echo(_line(entry))
+            say(_line(entry))
         if not entries:
             note_no_models(settings)
     if any(entry["state"] != State.READY for entry in entries):
@@ -253,6 +254,6 @@ def _tell(models: Models, name: str) -> None:
     faults = models.catalog.faults(name)
     for number, fault in faults.items():
         where = f"{name}/{number}" if number else name
-        click.echo(f"error: {where}: {fault}", err=True)
+        say(f"error: {where}: {fault}", err=True)
     if faults:
         raise Unsuccessful

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from headrace.cli.models_packing import find_version
+from headrace.cli.output import say
 from headrace.cli.settings import pass_settings
 from headrace.config import Settings, read_location
 from headrace.errors import ConfigurationError
@@ -30,7 +31,7 @@ def push(settings: Settings, model: str, version: str | None, to: str) -> None:
         manifest = push_version(directory, store)
     except OSError as error:
         raise ConfigurationError(str(error)) from error
-    click.echo(f"{_describe(manifest)} in {store.name}")
+    say(f"{_describe(manifest)} in {store.name}")
 
 
 @click.command()
@@ -61,7 +62,7 @@ def pull(settings: Settings, model: str, version: str | None, origin: str) -> No
         manifest = pull_version(store, model, version or numbers[-1], repository, trust)
     except OSError as error:
         raise ConfigurationError(str(error)) from error
-    click.echo(f"{_describe(manifest)} in {repository}")
+    say(f"{_describe(manifest)} in {repository}")
 
 
 def _open_store(option: str, text: str) -> Store:

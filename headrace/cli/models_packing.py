@@ -12,6 +12,7 @@ import click
 
 from headrace.cli.options import json_option
 from headrace.cli.outcome import Unsuccessful
+from headrace.cli.output import say
 from headrace.cli.settings import pass_settings
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
@@ -88,7 +89,7 @@ def pack(
     except OSError as error:
         raise ConfigurationError(f"{error.filename}: {error.strerror}") from error
     signed = f", signed by {manifest.signatures[0].key}" if manifest.signatures else ""
-    click.echo(
+    say(
         f"{model}/{directory.name}: packed, {len(manifest.files)} files of "
         f"{manifest.total_bytes} bytes{signed}"
     )
@@ -147,7 +148,7 @@ def verify(settings: Settings, model: str | None, in_json: bool) -> None:
         click.echo(json.dumps([each._asdict() for each in verified], indent=2))
     else:
         for each in verified:
-            click.echo(_describe(each))
+            say(_describe(each))
         if not verified:
             note_no_models(settings)
     missing = trust.require_signature

@@ -12,7 +12,14 @@ from onnx import TensorProto, helper
 
 from headrace.cli.outcome import Exit
 from tests.support.command_line import Call
-from tests.support.models import add_version, digits, embedding, falsely_batched, make_model
+from tests.support.models import (
+    add_version,
+    digits,
+    embedding,
+    falsely_batched,
+    identity,
+    make_model,
+)
 
 LEAKY = """
 class Model:
@@ -55,6 +62,25 @@ def test_list_is_written_as_json(repository: Path, call: Call) -> None:
     [entry] = json.loads(call("models", "list", "--json").stdout)
     assert (entry["name"], entry["state"]) == ("bad", "failed")
     assert "colour" in entry["reason"]
+
+
+@pytest.mark.parametrize("command", ["list", "check", "verify"])
+def test_name_of_model_is_shown_with_escaped_control_characters(
+    repository: Path, call: Call, command: str
+) -> None:
+    """A repository may come from others, and must not steer a terminal."""
+    add_version(repository, "red\x1b[31m", 1, digits())
+    assert call("models", command).stdout.startswith(r"red\x1b[31m")
+
+
+def test_described_names_of_inputs_have_escaped_control_characters(
+    repository: Path, call: Call
+) -> None:
+    """They are in the model's file."""
+    model = identity("FP32")
+    model.graph.input[0].name = model.graph.node[0].input[0] = "x\x1b[31m"
+    add_version(repository, "red", 1, model)
+    assert r"  input x\x1b[31m: FP32" in call("models", "describe", "red").stdout
 
 
 def test_command_without_repository_is_wrong_configuration(call: Call) -> None:
