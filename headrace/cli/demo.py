@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from headrace.cli.event_loop import run
+from headrace.cli.options import FiniteRange
 from headrace.cli.outcome import Unsuccessful
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=1),
+    type=FiniteRange(min=1),
     default=10.0,
     show_default=True,
     help="How long to send requests.",

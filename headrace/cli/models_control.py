@@ -15,7 +15,7 @@ import click
 import msgspec
 
 from headrace.cli.event_loop import run
-from headrace.cli.options import json_option, options_as
+from headrace.cli.options import FiniteRange, json_option, options_as
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.settings import invocation, pass_settings, require_broker
 from headrace.config import Settings
@@ -72,7 +72,7 @@ _with_manner = options_as(
     click.option(
         "--timeout",
         "timeout_s",
-        type=click.FloatRange(min=0),
+        type=FiniteRange(min=0),
         default=600.0,
         show_default=True,
         metavar="SECONDS",

@@ -30,9 +30,10 @@ def test_demo_with_missing_answer_is_unsuccessful(capsys: pytest.CaptureFixture[
     assert "requests without an answer: 1" in capsys.readouterr().out
 
 
-def test_demo_of_zero_duration_is_refused(call: Call) -> None:
-    """A duration below a second is wrong usage."""
-    assert call("demo", "--seconds", "0").exit_code == 2
+@pytest.mark.parametrize("seconds", ["0", "nan", "inf"])
+def test_demo_of_zero_or_endless_duration_is_refused(call: Call, seconds: str) -> None:
+    """A duration below a second, or one that never ends, is wrong usage."""
+    assert call("demo", "--seconds", seconds).exit_code == 2
 
 
 def test_demo_without_onnx_runtime_says_how_to_install_it(

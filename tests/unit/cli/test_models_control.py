@@ -70,6 +70,14 @@ def test_overrides_that_cannot_be_read_are_refused(
     assert fault in result.stderr
 
 
+@pytest.mark.parametrize("seconds", ["nan", "inf"])
+def test_timeout_that_is_not_finite_is_refused(call: Call, seconds: str) -> None:
+    """No wait has such an end."""
+    result = call("models", "load", "digits", "1", "--wait", "--timeout", seconds)
+    assert result.exit_code == Exit.USAGE
+    assert "'--timeout': expected a finite number" in result.stderr
+
+
 @pytest.mark.parametrize("error", [KeyError, OSError])
 def test_user_without_name_is_recorded_by_number(error: type[Exception]) -> None:
     """A container may run under a number that its `/etc/passwd` does not have."""
