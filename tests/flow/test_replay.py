@@ -123,6 +123,30 @@ async def test_replay_for_missing_reply_topic_sends_nothing(log: MemoryLog) -> N
     assert await read(log, "target") == []
 
 
+async def test_refused_copy_is_reported_with_its_original(log: MemoryLog) -> None:
+    """Else nobody would know which record to leave out."""
+    too_large, keyless = RECORDS[7]._replace(value=bytes(2000)), RECORDS[8]._replace(key=None)
+    await log.create_topics(
+        [
+            TopicInfo("other", 3, {}),
+            TopicInfo("narrow", 1, {"max.message.bytes": "1000"}),
+            TopicInfo("compacted", 1, {"cleanup.policy": "compact"}),
+        ],
+        replication_factor=1,
+    )
+    await write_recorded(log, "other", [*RECORDS[:6], too_large, keyless])
+
+    async def refusal(target: str) -> str:
+        job = TopicJob(target, Unpaced(), Marking("run"))
+        with pytest.raises(ExceptionGroup) as raised:
+            await replay_into_topic(log, RecordingSource("other", Selection()), job, unwatched)
+        [error] = raised.value.exceptions
+        return str(error)
+
+    assert (await refusal("narrow")).startswith("TOO_LARGE: other/1/2: ")
+    assert "other/" in await refusal("compacted")
+
+
 async def test_replay_by_key_writes_copies_of_key_to_one_partition(log: MemoryLog) -> None:
     """Their partition is the one that Kafka's clients choose."""
     await write_recorded(log, "source", [record._replace(key=b"same") for record in RECORDS[:3]])

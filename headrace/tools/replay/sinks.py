@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from headrace.client.rpc import ReplyReader, last_header, topic_partitions
 from headrace.config import Settings
 from headrace.errors import Retriable
+from headrace.log.errors import RecordRefused, RecordTooLarge
 from headrace.log.partitioner import partition_for_key
 from headrace.log.port import Log, NewRecord, Producer, Record, SentBatch, TopicPartition
 from headrace.protocol.headers import HeaderName
@@ -104,6 +105,20 @@ class Sink(Protocol):
         ...
 
 
+class _Named:
+    """An acknowledgement of copies; an error that refuses them names their originals."""
+
+    def __init__(self, originals: str, acknowledged: Awaitable[None]) -> None:
+        self._originals = originals
+        self._acknowledged = acknowledged
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        try:
+            yield from self._acknowledged.__await__()
+        except (RecordTooLarge, RecordRefused) as error:
+            raise type(error)(f"{self._originals}: {error.message}") from error
+
+
 class TopicSink:
     """Sends marked copies into a topic.
 
@@ -147,13 +162,18 @@ class TopicSink:
     async def send(self, records: Sequence[Record]) -> Sequence[SentBatch]:
         """See `Sink`."""
         now_ms = self._now_ms()
-        by_partition: dict[TopicPartition, list[NewRecord]] = {}
+        by_partition: dict[TopicPartition, list[Record]] = {}
         for record in records:
-            copies = by_partition.setdefault(self._partition_of(record), [])
-            copies.append(self._copy_of(record, now_ms))
+            by_partition.setdefault(self._partition_of(record), []).append(record)
         batches: list[SentBatch] = []
-        for partition, copies in by_partition.items():
-            batches += await self._producer.send(partition, copies)
+        for partition, originals in by_partition.items():
+            copies = [self._copy_of(each, now_ms) for each in originals]
+            start = 0
+            for sent in await self._producer.send(partition, copies):
+                first = identity(originals[start])
+                named = first if sent.size == 1 else f"{sent.size} records from {first} on"
+                batches.append(SentBatch(sent.size, _Named(named, sent.acknowledged)))
+                start += sent.size
         return batches
 
     def _copy_of(self, record: Record, now_ms: int) -> NewRecord:
