@@ -89,9 +89,13 @@ def _converted(name: str, array: NDArray[Any], datatype: str) -> NDArray[Any]:
     if datatype == "BYTES":
         return array.astype(np.str_).astype(object) if array.dtype != object else array
     try:
-        converted = array.astype(DATATYPES[datatype].dtype)
+        with np.errstate(over="ignore", invalid="ignore"):  # is looked for below
+            converted = array.astype(DATATYPES[datatype].dtype)
     except (ValueError, TypeError, OverflowError) as error:
         raise ValueError(f"{name}: expected values of {datatype}: {error}") from error
-    if array.dtype.kind in "iu" and converted.dtype.kind in "iu" and (converted != array).any():
-        raise ValueError(f"{name}: expected values within {datatype}, got others")
+    if array.dtype.kind in "iuf":
+        is_whole = converted.dtype.kind in "iu"
+        changed = converted != array if is_whole else np.isinf(converted) & np.isfinite(array)
+        if changed.any():
+            raise ValueError(f"{name}: expected values within {datatype}, got others")
     return converted
