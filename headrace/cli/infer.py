@@ -226,10 +226,7 @@ def write_output(path: Path, response: Response, content_type: str) -> None:
         )
     try:
         if path.suffix == ".npz":
-            arrays = {
-                name: array.astype(np.str_) if _is_text(array) else array
-                for name, array in response.outputs.items()
-            }
+            arrays = {name: _plain(array) for name, array in response.outputs.items()}
             np.savez(path, allow_pickle=False, **arrays)
         elif content_type and payload is not None:
             path.write_bytes(payload.content)
@@ -243,9 +240,16 @@ def write_output(path: Path, response: Response, content_type: str) -> None:
         ) from error
 
 
-def _is_text(array: NDArray[Any]) -> bool:
-    """Return whether an array of objects, which .npy could only pickle, contains only text."""
-    return array.dtype == object and all(isinstance(each, str) for each in array.ravel())
+def _plain(array: NDArray[Any]) -> NDArray[Any]:
+    """Return an array of objects, which .npy could only pickle, as one of text; others as they are.
+
+    Raises:
+        ValueError: the objects are bytes that are not text.
+    """
+    if array.dtype != object:
+        return array
+    texts = [each.decode() if isinstance(each, bytes) else each for each in array.ravel()]
+    return np.array(texts, np.str_).reshape(array.shape)
 
 
 def as_text(response: Response) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.cli.outcome import Exit
 from tests.support.command_line import Call
-from tests.support.models import digits
+from tests.support.models import add_version, digits, identity
 
 
 @pytest.fixture
@@ -49,6 +49,14 @@ def test_infer_command_writes_whole_outputs_to_file(
         scores = np.array(output["data"]).reshape(output["shape"])
     assert scores.shape == (200, 10)
     assert scores[-1, 1] == 64.0
+
+
+def test_infer_command_writes_outputs_of_text_to_npz(call: Call, tmp_path: Path) -> None:
+    """In MessagePack, as in Triton, elements of BYTES are bytes; NumPy writes text."""
+    add_version(tmp_path / "models", "texts", 1, identity("BYTES", ("batch",)))
+    result = call("infer", "texts", "--input", 'x=["größer", "a"]', "--output", "answer.npz")
+    assert result.exit_code == Exit.DONE, result.stderr
+    assert np.load(tmp_path / "answer.npz")["y"].tolist() == ["größer", "a"]
 
 
 def test_infer_command_prints_code_and_field_of_refusal(call: Call, repository: Path) -> None:

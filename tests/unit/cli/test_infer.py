@@ -165,6 +165,19 @@ def test_answer_of_another_content_type_is_not_written(
     assert not (tmp_path / "mask.png").exists()
 
 
+def test_bytes_that_are_no_text_leave_npz_as_it_is(
+    call: Call, client: ScriptedClient, tmp_path: Path
+) -> None:
+    """What cannot be written whole replaces nothing."""
+    client.outcome = RESPONSE._replace(outputs={"y": np.array([b"\xff"], object)})
+    (tmp_path / "y.npz").write_bytes(b"former")
+    result = call("infer", "m", "--input", "x=[1]", "--output", "y.npz")
+
+    assert result.exit_code == Exit.USAGE
+    assert "expected arrays that .npz can hold; name a .json file" in result.stderr
+    assert (tmp_path / "y.npz").read_bytes() == b"former"
+
+
 def test_image_is_written_as_it_is_and_shown_by_its_size(
     call: Call, client: ScriptedClient, png: str, tmp_path: Path
 ) -> None:
