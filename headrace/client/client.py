@@ -296,12 +296,15 @@ class Client:
         `text/plain`) its header. `accept` names content types for the answer as in HTTP, such as
         `image/png`; any by default. For other arguments and errors see `infer`.
         """
-        named = (HeaderName.MODEL, _named(model, version))
-        about = [*headers, *_urgency(priority, tenant), named]
-        if accept:
-            about.append((HeaderName.ACCEPT, accept.encode()))
-        request = NewRecord(key, payload, about)
-        return await self._call(lambda: (request, content_type), timeout_s)
+
+        def make_request() -> tuple[NewRecord, str]:
+            named = (HeaderName.MODEL, _named(model, version))
+            about = [*headers, *_urgency(priority, tenant), named]
+            if accept:
+                about.append((HeaderName.ACCEPT, accept.encode()))
+            return NewRecord(key, payload, about), content_type
+
+        return await self._call(make_request, timeout_s)
 
     async def _call(
         self, make_request: Callable[[], tuple[NewRecord, str]], timeout_s: float
@@ -412,7 +415,7 @@ def _response(record: Record) -> Response:
 
 @contextmanager
 def _refusals_as_inference_errors() -> Iterator[None]:
-    """Turn `Rejected`, raised in the client, into the `InferenceError` that services cause."""
+    """Turn `Rejected`, and text that is no UTF-8, into the `InferenceError` that services cause."""
     try:
         yield
     except Rejected as error:
@@ -422,5 +425,9 @@ def _refusals_as_inference_errors() -> Iterator[None]:
             retriable=error.code.is_retriable,
             retry_after_ms=error.retry_after_ms,
         ) from error
+    except UnicodeEncodeError as error:
+        got = ascii(error.object)[:80]
+        message = f"expected text in UTF-8, got {got}"
+        raise InferenceError(Code.INVALID_REQUEST, message, retriable=False) from error
     except ClaimUnavailable as error:
         raise InferenceError(Code.INTERNAL, str(error), retriable=True) from error

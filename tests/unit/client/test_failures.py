@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
 import pytest
 
-from headrace.client import Client, ClientClosed, InferenceError, InferenceTimeout
+from headrace.client import Client, ClientClosed, InferenceError, InferenceTimeout, Response
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
 from headrace.log.errors import LogAuthenticationFailed, LogUnavailable
@@ -72,6 +72,26 @@ async def test_lists_of_different_lengths_are_refused_with_name_of_input(client:
     with pytest.raises(InferenceError, match="ids: expected lists of one length") as caught:
         await client.infer("m", {**INPUTS, "ids": [[1, 2], [3]]})
     assert (caught.value.code, caught.value.retriable) == ("INVALID_TENSOR", False)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.infer("m", {"x": ["a\udcff"]}),
+        lambda client: client.infer("m\udcff", INPUTS),
+        lambda client: client.infer("m", INPUTS, tenant="t\udcff"),
+        lambda client: client.infer_raw("m\udcff", b"", "text/plain"),
+        lambda client: client.infer_raw("m", b"", "text/\udcff"),
+    ],
+    ids=["element", "model", "tenant", "model of payload", "content type"],
+)
+async def test_text_that_is_not_utf8_is_refused(
+    client: Client, call: Callable[[Client], Coroutine[Any, Any, Response]]
+) -> None:
+    """Python has such a text for a name of a file that is not UTF-8."""
+    with pytest.raises(InferenceError, match=r"expected text in UTF-8, got '.*\\udcff'") as caught:
+        await call(client)
+    assert (caught.value.code, caught.value.retriable) == ("INVALID_REQUEST", False)
 
 
 async def test_name_of_output_without_list_is_refused(client: Client) -> None:
