@@ -243,9 +243,10 @@ async def simulated(settings: Settings, job: SimulationJob, shown: Progress) -> 
             shown.show(0.0, f"reading {recording.name}")
             notices = [recording.notice] if recording.notice else []
             recording.on_unreadable = lambda gap: notices.append(str(gap))
-            recorded = await read_arrivals(recording, settings.limits.default_timeout_ms)
+            models = latest_models(settings, job.models)
+            unbatched = {name for name, each in models.items() if not each.signature.batched}
+            recorded = await read_arrivals(recording, settings.limits.default_timeout_ms, unbatched)
             name = recording.name
-        models = latest_models(settings, job.models)
         arrivals = resolved(recorded.arrivals, models)
         times = await _times(log, job, {kind.model for kind in arrivals.kinds}, models)
     if recorded.left_out:

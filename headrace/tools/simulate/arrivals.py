@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import aclosing
 from typing import NamedTuple
 
@@ -66,8 +66,10 @@ class _Work(NamedTuple):
     size_bytes: int
 
 
-async def read_arrivals(recording: Recording, default_timeout_ms: int) -> RecordedArrivals:
-    """Return the requests of a recording.
+async def read_arrivals(
+    recording: Recording, default_timeout_ms: int, unbatched: Collection[str] = ()
+) -> RecordedArrivals:
+    """Return the requests of a recording; those of the models `unbatched` have one row each.
 
     Their timestamps are whole milliseconds, and a timestamp that steps back counts as the one
     before it. Requests of the same millisecond are spread evenly over it; otherwise they would form
@@ -82,7 +84,7 @@ async def read_arrivals(recording: Recording, default_timeout_ms: int) -> Record
         async for chunk in chunks:
             for record in chunk:
                 envelope = parse_envelope(record.headers, record.timestamp, default_timeout_ms)
-                work = _work(record, envelope)
+                work = _work(record, envelope, unbatched)
                 if work is None:
                     left_out += 1
                     continue
@@ -111,7 +113,7 @@ def _timeout_us(deadline_ms: int, timestamp_ms: int) -> int:
     return max(deadline_ms - timestamp_ms, 0) * 1000
 
 
-def _work(record: Record, envelope: Envelope) -> _Work | None:
+def _work(record: Record, envelope: Envelope, unbatched: Collection[str]) -> _Work | None:
     """Parse a record; None if it is not a valid request."""
     if record.value is None or envelope.fault is not None:
         return None
@@ -122,19 +124,20 @@ def _work(record: Record, envelope: Envelope) -> _Work | None:
         kind = Kind(envelope.model, envelope.version, (), envelope.tenant, envelope.priority)
         return _Work(kind, 1, len(record.value))
     body = _bodies.read(record)
-    return None if body is None else _work_of(body, envelope)
+    return None if body is None else _work_of(body, envelope, unbatched)
 
 
-def _work_of(body: _Body, envelope: Envelope) -> _Work | None:
+def _work_of(body: _Body, envelope: Envelope, unbatched: Collection[str]) -> _Work | None:
     name = body.model_name or envelope.model
     sizes = [_size_bytes(each) for each in body.inputs]
-    rows = {each.shape[0] if each.shape else 0 for each in body.inputs}
+    batched = name not in unbatched
+    rows = {each.shape[0] if each.shape else 0 for each in body.inputs} if batched else {1}
     if not name or not sizes or min(sizes) < 0 or len(rows) != 1 or min(rows) < 1:
         return None
     if max(sum(sizes), *rows) > _MOST:
         return None
     inputs = sorted(body.inputs, key=lambda one: one.name)
-    shape_class = tuple(size for each in inputs for size in each.shape[1:])
+    shape_class = tuple(size for each in inputs for size in each.shape[batched:])
     version = body.model_version or envelope.version
     kind = Kind(name, version, shape_class, envelope.tenant, envelope.priority)
     return _Work(kind, rows.pop(), sum(sizes))

@@ -9,11 +9,13 @@ from typing import Any
 
 import msgpack
 import pytest
+from onnx import TensorProto, helper
 
+from headrace.cli.outcome import Exit
 from headrace.log.port import Record
 from headrace.tools.replay.capture import CaptureWriter
 from tests.support.command_line import Call
-from tests.support.models import add_version, digits
+from tests.support.models import add_version, digits, make_model
 from tests.support.recordings import recorded, request
 
 SIMULATE = ("replay", "simulate", "--file", "requests.capture")
@@ -96,6 +98,26 @@ def test_simulate_uses_limits_of_each_model(call: Call, requests: None, tmp_path
     (outcome,) = outcomes(found.stdout)
     assert set(outcome["reasons"]) == {"delay"}
     assert outcome["p50_ms"] > 0.5
+
+
+def test_simulate_counts_request_of_model_without_batching_as_one_row(
+    call: Call, tmp_path: Path
+) -> None:
+    """Dimension 0 of its inputs has no rows, and differs between them."""
+    model = make_model(
+        [helper.make_node("MatMul", ["x", "weights"], ["y"])],
+        [("x", TensorProto.FLOAT, [4, 3]), ("weights", TensorProto.FLOAT, [3, 2])],
+        [("y", TensorProto.FLOAT, [4, 2])],
+    )
+    add_version(tmp_path / "models", "product", 1, model)
+    shapes = {"x": [4, 3], "weights": [3, 2]}
+    inputs = [{"name": name, "datatype": "FP32", "shape": shapes[name]} for name in shapes]
+    value = msgpack.packb({"model_name": "product", "inputs": inputs})
+    capture(tmp_path / "requests.capture", [recorded(0, value=value)])
+    found = call(*SIMULATE, "--models", "models", "--service-time", "100+1", "--json")
+
+    assert (found.exit_code, found.stderr) == (Exit.DONE, "")
+    assert outcomes(found.stdout)[0]["mean_batch"] == 1
 
 
 def test_simulate_skips_requests_without_service_time(call: Call, tmp_path: Path) -> None:
