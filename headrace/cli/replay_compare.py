@@ -446,13 +446,6 @@ def _tell(
     def command_of(case: WorstCase) -> str:
         return command_alone(plan, case)
 
-    if report_file is not None:
-        subjects = SideNames(
-            str(plan.source.origin),
-            str(plan.answers.origin if plan.answers else plan.repositories.current_name),
-            plan.repositories.candidate_name,
-        )
-        write_report(report_file, report(comparison, findings, subjects, command_of))
     if in_json:
         click.echo(json.dumps(summary(comparison, findings, command_of), indent=2))
     else:
@@ -461,6 +454,13 @@ def _tell(
         for case in comparison.worst.sorted()[:SHOWN_WORST]:
             say(f"{case.topic}/{case.partition}/{case.offset}: {describe(case)}")
             say(f"  {command_of(case)}")
+    if report_file is not None:
+        subjects = SideNames(
+            str(plan.source.origin),
+            str(plan.answers.origin if plan.answers else plan.repositories.current_name),
+            plan.repositories.candidate_name,
+        )
+        write_report(report_file, report(comparison, findings, subjects, command_of))
     if not is_same(findings):
         raise Unsuccessful
 

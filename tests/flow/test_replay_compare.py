@@ -328,6 +328,17 @@ def test_comparing_reports_request_without_recorded_answer(
     assert _failed(found) == {("requests", "share with a recorded answer")}
 
 
+def test_comparison_is_shown_although_report_cannot_be_written(
+    call: Call, recording: Path, current: Path
+) -> None:
+    """It may have taken an hour."""
+    result = _compare(
+        call, recording, "--models", current, "--candidate", current, "--report", "nowhere/r.html"
+    )
+    assert (result.exit_code, json.loads(result.stdout)["verdict"]) == (2, "same")
+    assert "--report: nowhere/r.html: No such file or directory" in result.stderr
+
+
 def test_compare_report_needs_no_other_file(
     call: Call, recording: Path, current: Path, tmp_path: Path
 ) -> None:
