@@ -416,7 +416,7 @@ async def _compare(settings: Settings, plan: CompareJob, watch: Watch) -> Compar
             answers = await stack.enter_async_context(
                 open_recording(log, plan.answers.origin, plan.answers.selection)
             )
-            reference = RecordedAnswers(await load_answers(answers))
+            reference = RecordedAnswers(await load_answers(answers, recording))
         else:
             reference = await stack.enter_async_context(ask_pipeline(settings, directories.current))
         if plan.runs_current:

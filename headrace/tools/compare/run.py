@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -98,36 +98,45 @@ class RecordedAnswers:
 
     async def answer(self, request: Record) -> TimedAnswer:
         """See `AnswerSource`; `missing` if no answer was recorded."""
-        record = self._answers.get(identity(request))
-        if record is None:
-            copied_from = last_header(request.headers, HeaderName.REPLAY_OF)
-            record = self._answers.get((copied_from or b"").decode(errors="replace"))
+        named = (self._answers.get(each) for each in _asked_by(request))
+        record = next((each for each in named if each is not None), None)
         if record is None:
             return TimedAnswer(MISSING, "no answer to this request was recorded")
         return measured(record)
 
 
-async def load_answers(recording: Recording) -> dict[str, Record]:
-    """Return recorded answers by their request (`x-request`); later duplicates are ignored.
+async def load_answers(recording: Recording, requests: Recording) -> dict[str, Record]:
+    """Return the recorded answers to these requests, and to the originals of copies among them, by
+    their request (`x-request`); later duplicates are ignored.
 
     Raises:
         ConfigurationError: they are more than `MAX_RECORDED_BYTES`.
     """
+    wanted = {each async for request in requests for each in _asked_by(request)}
     answers: dict[str, Record] = {}
     size = 0
     async with aclosing(recording.chunks()) as chunks:
         async for chunk in chunks:
             for record in chunk:
-                size += memory_bytes(record)
-                request = last_header(record.headers, HeaderName.REQUEST)
-                if request is not None:
-                    answers.setdefault(request.decode(errors="replace"), record)
+                given = last_header(record.headers, HeaderName.REQUEST) or b""
+                request_id = given.decode(errors="replace")
+                if request_id in wanted and request_id not in answers:
+                    answers[request_id] = record
+                    size += memory_bytes(record)
             if size > MAX_RECORDED_BYTES:
                 raise ConfigurationError(
                     f"{recording.name}: expected at most {MAX_RECORDED_BYTES} bytes of recorded "
-                    "answers, got more; select fewer"
+                    "answers, got more; select fewer requests"
                 )
     return answers
+
+
+def _asked_by(request: Record) -> Iterator[str]:
+    """Yield by what recorded answers may name a request: its identity, and its original's."""
+    yield identity(request)
+    copied_from = last_header(request.headers, HeaderName.REPLAY_OF)
+    if copied_from is not None:
+        yield copied_from.decode(errors="replace")
 
 
 # --- the run -------------------------------------------------------------------------------------

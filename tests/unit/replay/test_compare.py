@@ -20,9 +20,10 @@ from headrace.tools.compare.differences import (
     compare_arrays,
 )
 from headrace.tools.compare.report import SideNames, describe, report, shares_by_decade, summary
-from headrace.tools.compare.run import AnsweredRequest, Comparison
+from headrace.tools.compare.run import AnsweredRequest, Comparison, load_answers
 from headrace.tools.compare.tally import WorstCase, WorstCases
 from headrace.tools.compare.verdict import Thresholds, is_same, judge
+from tests.support.recordings import GivenRecording, recorded
 
 K = 2
 
@@ -54,6 +55,21 @@ def _compared(
 def _failed(comparison: Comparison, thresholds: Thresholds | None = None) -> list[str]:
     findings = judge(comparison.sides(), thresholds or Thresholds())
     return [f"{each.subject}: {each.measure}" for each in findings if not each.passed]
+
+
+async def test_only_answers_to_selected_requests_are_held() -> None:
+    """A topic of answers may be far larger than what the requests of a comparison need."""
+    copy = recorded(2, headers=(("x-replay-of", b"source/1/7"),))
+    names = ("recorded/0/0", "recorded/0/1", "source/1/7", "source/1/8", "recorded/0/0")
+    answers = [
+        recorded(number, headers=(("x-request", name.encode()),))
+        for number, name in enumerate(names)
+    ]
+    answers.append(recorded(9, headers=()))
+
+    held = await load_answers(GivenRecording(answers), GivenRecording([recorded(0), copy]))
+
+    assert held == {name: answers[number] for number, name in enumerate(names[:3])}
 
 
 def test_equal_arrays_are_exact() -> None:
@@ -210,8 +226,8 @@ def test_fewer_comparable_answers_than_recorded_ones_fail() -> None:
     good, bad = _answer(_scores([1.0, 2.0, 3.0])), TimedAnswer("INTERNAL")
     comparison = Comparison(K, reference_is_recorded=True)
     request = Record("<t>", 0, 0, 0, None, None, [])
-    for recorded, candidate in ((good, good), (good, bad), (bad, bad)):
-        comparison.add(AnsweredRequest(request, recorded, None, candidate))
+    for reference, candidate in ((good, good), (good, bad), (bad, bad)):
+        comparison.add(AnsweredRequest(request, reference, None, candidate))
     thresholds = Thresholds(min_comparable=None, max_code_changes=0.1)
 
     assert "requests: share with outputs on both sides" in _failed(comparison, thresholds)
