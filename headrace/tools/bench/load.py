@@ -54,12 +54,12 @@ class PoissonArrivals:
         self._next = 0
         self._ended = False
 
-    def due(self, now_s: float) -> list[float]:
-        """Return the due times up to now that were not returned yet, in seconds
-        from the beginning.
+    def due(self, now_s: float, most: float = math.inf) -> list[float]:
+        """Return the due times up to now that were not returned yet, in seconds from the beginning:
+        the first ones, if they are more than `most`.
         """
         taken: list[float] = []
-        while (next_s := self.next_s()) is not None and next_s <= now_s:
+        while len(taken) < most and (next_s := self.next_s()) is not None and next_s <= now_s:
             taken.append(next_s)
             self._next += 1
         return taken
@@ -184,7 +184,7 @@ class Load:
             if next_s > now_s:
                 await asyncio.sleep(min(next_s - now_s, LONGEST_SLEEP_S))
                 continue
-            dues_s = arrivals.due(now_s)
+            dues_s = arrivals.due(now_s, SEND_CHUNK)  # at too high a rate there are ever more
             await self._send(producer, dues_s)
             handed_over_s = time.monotonic() - self._began_s
             self.measured.lateness.add([handed_over_s - due_s for due_s in dues_s])

@@ -27,6 +27,15 @@ def test_due_arrivals_are_returned_once() -> None:
     assert given == sorted(given)
 
 
+def test_due_arrivals_are_bounded_at_any_rate() -> None:
+    """At a rate above what can be drawn, it would otherwise never end."""
+    arrivals = PoissonArrivals(1e12, 1.0)
+    first, second = arrivals.due(1.0, 100), arrivals.due(1.0, 100)
+
+    assert (len(first), len(second)) == (100, 100)
+    assert first[-1] < second[0]
+
+
 def test_generated_arrivals_end() -> None:
     """Nothing is due after the time is over, however late somebody asks."""
     arrivals = PoissonArrivals(100.0, 1.0)
