@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
 from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -23,6 +22,7 @@ from headrace.cli.options import POSITIVE, check_period, json_option
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.output import say, say_gap
 from headrace.cli.progress import Progress, progress
+from headrace.cli.selection_options import parse_time_ms
 from headrace.cli.settings import pass_settings, require_broker
 from headrace.client.rpc import topic_partitions
 from headrace.config import Settings
@@ -91,21 +91,12 @@ class WhenType(click.ParamType[int]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Convert a value; called by click."""
         text = str(value)
-        if text.isdecimal():
-            return int(text)
         if ago := _AGO.fullmatch(text):
             return int((time.time() - int(ago[1]) * _UNITS_S[ago[2]]) * 1000)
         try:
-            moment = datetime.fromisoformat(text)
-        except ValueError:
-            self.fail(
-                f"expected 2026-01-31T12:00:00Z, epoch milliseconds, or 2h, got {text!r}",
-                param,
-                ctx,
-            )
-        if moment.tzinfo is None:
-            moment = moment.replace(tzinfo=UTC)
-        return int(moment.timestamp() * 1000)
+            return parse_time_ms(text)
+        except ValueError as error:
+            self.fail(f"{error}; an age as 2h is possible as well", param, ctx)
 
 
 POSITION = PositionType()

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_LEAST_DIGITS = 12
+"""Of epoch milliseconds since 1973; seconds have fewer."""
+
 _TRACE_ID = re.compile(r"[0-9a-fA-F]{32}")
 
 
@@ -29,9 +32,12 @@ def parse_time_ms(text: str) -> int:
     """Parse epoch milliseconds (ASCII digits), or an ISO 8601 time, in UTC without an offset.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is neither, or a number of seconds or a date like 20260501, which would be a
+            time of 1970.
     """
     if text.isdecimal():
+        if len(text) < _LEAST_DIGITS and int(text):
+            raise ValueError(f"expected epoch milliseconds, got {text}, which is a time of 1970")
         return int(text)
     try:
         moment = datetime.fromisoformat(text)

@@ -47,10 +47,14 @@ def test_letter_time_accepts_duration_ago() -> None:
     assert timedelta(0) <= datetime.now(UTC) - then - timedelta(hours=2) < timedelta(minutes=1)
 
 
-def test_invalid_letter_time_is_refused() -> None:
-    """The error gives an example."""
-    with pytest.raises(click.BadParameter, match="2026-01-31T12:00:00Z"):
-        WHEN.convert("yesterday", None, None)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("yesterday", "2026-05-01T12:00:00Z.*2h"), ("1769860800", "1769860800, .* a time of 1970")],
+)
+def test_invalid_letter_time_is_refused(text: str, said: str) -> None:
+    """The error gives an example; seconds are taken for no milliseconds."""
+    with pytest.raises(click.BadParameter, match=said):
+        WHEN.convert(text, None, None)
 
 
 def test_letter_list_columns_fit_their_content() -> None:

@@ -28,6 +28,7 @@ def capture(tmp_path: Path) -> str:
     ("text", "ms"),
     [
         ("1700000000000", 1_700_000_000_000),
+        ("0", 0),
         ("2023-11-14T22:13:20Z", 1_700_000_000_000),
         ("2023-11-14T22:13:20.5", 1_700_000_000_500),
         ("2023-11-14 23:13:20+01:00", 1_700_000_000_000),
@@ -152,6 +153,8 @@ def test_replay_into_embedded_pipeline_is_answered(
         (["count", "--checkpoint", "c"], "No such option"),
         (["count", "--topic", "t"], "give either --topic or --file"),
         (["count", "--from", "yesterday"], "expected epoch milliseconds or an ISO time"),
+        (["count", "--from", "1769860800"], "got 1769860800, which is a time of 1970"),
+        (["count", "--from", "20260501"], "got 20260501, which is a time of 1970"),
         (["count", "--from", "2026-05-02", "--until", "2026-05-01"], "a time after --from"),
         (["count", "--from-offset", "a:b"], "expected OFFSET or PARTITION:OFFSET"),
         (["count", "--from-offset", "7", "--until-offset", "6"], "at least --from-offset 7, got 6"),
