@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from sys import getsizeof
 from typing import NamedTuple, Protocol
 
 from headrace.client.rpc import RpcClient, last_header
@@ -110,11 +111,16 @@ async def load_answers(recording: Recording, requests: Recording) -> dict[str, R
     their request (`x-request`); later duplicates are ignored.
 
     Raises:
-        ConfigurationError: they are more than `MAX_RECORDED_BYTES`.
+        ConfigurationError: they are more than `MAX_RECORDED_BYTES`, with the names of requests.
     """
-    wanted = {each async for request in requests for each in _asked_by(request)}
+    wanted: set[str] = set()
     answers: dict[str, Record] = {}
     size = 0
+    async for request in requests:
+        new = set(_asked_by(request)) - wanted
+        wanted |= new
+        size += sum(map(getsizeof, new))
+        _require_room(recording, size)
     async with aclosing(recording.chunks()) as chunks:
         async for chunk in chunks:
             for record in chunk:
@@ -123,12 +129,16 @@ async def load_answers(recording: Recording, requests: Recording) -> dict[str, R
                 if request_id in wanted and request_id not in answers:
                     answers[request_id] = record
                     size += memory_bytes(record)
-            if size > MAX_RECORDED_BYTES:
-                raise ConfigurationError(
-                    f"{recording.name}: expected at most {MAX_RECORDED_BYTES} bytes of recorded "
-                    "answers, got more; select fewer requests"
-                )
+            _require_room(recording, size)
     return answers
+
+
+def _require_room(recording: Recording, size_bytes: int) -> None:
+    if size_bytes > MAX_RECORDED_BYTES:
+        raise ConfigurationError(
+            f"{recording.name}: expected at most {MAX_RECORDED_BYTES} bytes of recorded answers, "
+            "got more; select fewer requests"
+        )
 
 
 def _asked_by(request: Record) -> Iterator[str]:
