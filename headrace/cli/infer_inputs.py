@@ -94,7 +94,7 @@ def _converted(name: str, array: NDArray[Any], datatype: str) -> NDArray[Any]:
     except (ValueError, TypeError, OverflowError) as error:
         raise ValueError(f"{name}: expected values of {datatype}: {error}") from error
     if array.dtype.kind in "iuf":
-        is_whole = converted.dtype.kind in "iu"
+        is_whole = converted.dtype.kind in "biu"
         changed = converted != array if is_whole else np.isinf(converted) & np.isfinite(array)
         if changed.any():
             raise ValueError(f"{name}: expected values within {datatype}, got others")
