@@ -244,12 +244,15 @@ def _plain(array: NDArray[Any]) -> NDArray[Any]:
     """Return an array of objects, which .npy could only pickle, as one of text; others as they are.
 
     Raises:
-        ValueError: the objects are bytes that are not text.
+        ValueError: the objects are bytes that are not text, or end with zeros, which NumPy drops.
     """
     if array.dtype != object:
         return array
     texts = [each.decode() if isinstance(each, bytes) else each for each in array.ravel()]
-    return np.array(texts, np.str_).reshape(array.shape)
+    plain = np.array(texts, np.str_)
+    if plain.tolist() != texts:
+        raise ValueError("expected texts that do not end with NUL")
+    return plain.reshape(array.shape)
 
 
 def as_text(response: Response) -> str:
