@@ -108,11 +108,12 @@ def _load(
 
 def first_expiry_s(chain: bytes) -> float:
     """Return when the first of the certificates in PEM expires; see `Identity`."""
-    from cryptography.x509 import load_pem_x509_certificates  # only servers with TLS need it
+    # Only servers with TLS need it.
+    from cryptography.x509 import InvalidVersion, load_pem_x509_certificates
 
     try:
         found = load_pem_x509_certificates(chain)
-    except ValueError:  # OpenSSL has read it, and may forgive more than this
+    except (ValueError, InvalidVersion):  # OpenSSL has read it, and may forgive more than this
         return math.nan
     return min(each.not_valid_after_utc for each in found).timestamp()
 

@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import signal
+import ssl
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -78,6 +79,16 @@ def test_time_that_cannot_be_read_is_not_a_number(content: bytes) -> None:
     pem = b"-----BEGIN CERTIFICATE-----\n" + content + b"\n-----END CERTIFICATE-----\n"
 
     assert math.isnan(first_expiry_s(pem))
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_time_in_certificate_of_another_version_is_not_a_number(version: int) -> None:
+    """OpenSSL takes any version, so that a process must start with them."""
+    usual = certificate(datetime(2030, 1, 1, tzinfo=UTC)).decode()
+    content = ssl.PEM_cert_to_DER_cert(usual)
+    changed = content.replace(b"\xa0\x03\x02\x01\x02", bytes([0xA0, 3, 2, 1, version]), 1)
+
+    assert math.isnan(first_expiry_s(ssl.DER_cert_to_PEM_cert(changed).encode()))
 
 
 def test_renewed_certificate_is_shown_once_it_is_in_use(tmp_path: Path) -> None:
