@@ -318,7 +318,7 @@ def _open_tokens(section: str, settings: JwtSettings, tuning: AccessTuning) -> J
         from headrace.access.tokens import JwtVerifier
     except ImportError as error:
         raise ConfigurationError(
-            f"{section}.jwt needs PyJWT and cryptography: pip install 'headrace[jwt]'"
+            f"{section}.jwt needs PyJWT: pip install 'headrace[jwt]'"
         ) from error
     return JwtVerifier(section, settings, tuning)
 
