@@ -431,6 +431,7 @@ class DynamicBatcher:
     ) -> Batch | None:
         # First, because it depends on everything that waits, and on the backlog at the last close.
         size = choose_size(queue, group, now_us, demand)
+        overtakes = queue.overtakes(group)
         builder = BatchBuilder(queue, group, size, now_us, now_us + self.wall_ahead_us)
         built = builder.build(self._partial_reason(group, demand))
         self.ended += built.ended
@@ -442,6 +443,7 @@ class DynamicBatcher:
             if not queue.count:
                 queue.rate.stop_measuring()
             return None
+        queue.has_overtaken = overtakes
         batch = Batch(
             f"{self._prefix}-{next(self._numbers)}", built.requests, built.reason, size.end_us
         )

@@ -109,6 +109,7 @@ class ModelQueue:
         rows: their rows together.
         rate: how fast the queue shrinks.
         fair_queue: the rows that each tenant has been served.
+        has_overtaken: whether the last batch went before the group whose turn it was.
     """
 
     def __init__(self, limits: BatchLimits, tuning: BatcherTuning = TUNING.batcher) -> None:
@@ -116,6 +117,7 @@ class ModelQueue:
         self.limits = limits
         self.count = 0
         self.rows = 0
+        self.has_overtaken = False
         self.rate = ServiceRate(tuning)
         self.fair_queue = FairQueue(tuning.max_remembered_tenants)
         self._delay = QueueDelay(int(limits.max_queue_delay_ms * 1000), tuning.timer_step_us)
@@ -228,8 +230,7 @@ class ModelQueue:
 
         Args:
             now_us: full groups and groups whose delay is over at this time may close.
-            demand: for a busy instance only the group that goes next may close yet, if it is full;
-                at the last pull all may.
+            demand: for a busy instance only full groups may close yet; at the last pull all may.
         """
         if not self.count:
             return None
@@ -237,10 +238,10 @@ class ModelQueue:
         is_busy = demand.close_at_us > now_us
         if demand.is_last or not (is_busy or self._delay.is_set) or group.is_full:
             return group
-        # A busy instance gains nothing from a batch that could still grow until it is idle. Nor do
-        # full groups overtake one meanwhile: in a flood of another shape it would never be first.
+        # A busy instance gains nothing from a batch that could still grow until it is idle. A full
+        # group may go before it, but not twice in a row: a flood always has one.
         if is_busy:
-            return None
+            return None if self.has_overtaken else self._full.first()
         if self._delay.is_capped(now_us):
             return group
         # Fairness chose `group`, but a delay is promised to every request: the oldest one's group
@@ -249,6 +250,10 @@ class ModelQueue:
         if self._delay.end_us(oldest.oldest_arrival_us()) <= now_us:
             return oldest.group
         return self._full.first()
+
+    def overtakes(self, group: ShapeGroup) -> bool:
+        """Return whether it is another group's turn."""
+        return group is not self._next_group()
 
     def due_us(self) -> int | None:
         """Return when the oldest group's delay ends, or the earliest deadline leaves no more time

@@ -156,6 +156,18 @@ def test_full_batch_does_not_wait_for_busy_instance() -> None:
 
 
 @pytest.mark.parametrize("rare", [{"in_ms": 100}, {"tenant": "quiet"}], ids=["shape", "tenant"])
+def test_full_batch_goes_before_another_shape_at_busy_instance_once(rare: dict[str, Any]) -> None:
+    """With none before them, small batches of many tenants would take the time of full ones."""
+    first = request_of(shape_class=(1,), arrived_us=NOW_US - 1, **rare)
+    forming = filled(Limits(max_batch_size=4), first, *(request_of() for _ in range(12)))
+    demand = Demand(close_at_us=NOW_US + 500)
+
+    assert pulled(forming, demand=demand).rows == 4
+    assert forming.next(KEY, NOW_US, demand) is None
+    assert pulled(forming, NOW_US + 500, demand).requests == [first]
+
+
+@pytest.mark.parametrize("rare", [{"in_ms": 100}, {"tenant": "quiet"}], ids=["shape", "tenant"])
 def test_flood_of_full_batches_does_not_starve_another_shape_at_busy_instance(
     rare: dict[str, Any],
 ) -> None:
