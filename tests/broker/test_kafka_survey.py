@@ -10,6 +10,7 @@ from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import TopicInfo
 from headrace.tools.local_kafka import LocalKafka
 from tests.support.acl import Operation, Resource, allow_only
+from tests.support.conditions import eventually
 from tests.support.quotas import limit_producers
 
 pytestmark = pytest.mark.timeout(120)
@@ -52,9 +53,12 @@ async def test_survey_reports_forbidden_topics_and_groups(
 
 async def test_survey_reports_quotas(kafka: LocalKafka, unique_name: str) -> None:
     """With the kind and the name of the clients that they are for."""
-    servers = kafka.bootstrap_servers
-    await limit_producers(servers, unique_name, 1_500_000)
-    found = await survey(KafkaSettings(bootstrap_servers=servers), [], "g", "g.0")
-    await limit_producers(servers, unique_name, None)
+    settings = KafkaSettings(bootstrap_servers=kafka.bootstrap_servers)
     expected = ClientQuota({"client-id": unique_name}, {"producer_byte_rate": 1_500_000.0})
-    assert expected in found.quotas
+
+    async def is_reported() -> bool:
+        return expected in (await survey(settings, [], "g", "g.0")).quotas
+
+    await limit_producers(kafka.bootstrap_servers, unique_name, 1_500_000)
+    await eventually(is_reported)  # a broker learns of it after the controller has answered
+    await limit_producers(kafka.bootstrap_servers, unique_name, None)

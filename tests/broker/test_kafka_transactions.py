@@ -276,6 +276,16 @@ async def test_transaction_without_answer_has_unknown_outcome(
                         {answers: [NewRecord(None, b"b")]}, {source: Committed(2)}
                     )
                 cluster.resume_node()
+
+                async def is_back() -> bool:
+                    """Say whether the broker knows of itself: it has to register anew."""
+                    try:
+                        async with log.transactional_producer(f"{unique_name}.other", unique_name):
+                            return True
+                    except LogUnavailable:
+                        return False
+
+                await eventually(is_back)
                 async with log.transactional_producer(unique_name, unique_name) as successor:
                     at = (await log.committed(unique_name, [source]))[source]
                     await successor.commit_transaction({answers: [NewRecord(None, b"c")]}, {})
