@@ -15,6 +15,7 @@ from headrace.protocol.codec import decode_response
 from headrace.protocol.codec.client import Answer
 from headrace.runtime.process import Pipeline, running
 from headrace.tools.dead_letters import DeadLetterSelection, Redrive, RedriveJob, read_dead_letters
+from headrace.tools.dead_letters.copies import load_transform
 from headrace.tools.dead_letters.redrive import RedriveUnderWay
 from headrace.topics import Topic
 from tests.support.conditions import eventually
@@ -154,6 +155,21 @@ async def test_redrive_transform_changes_letters_or_leaves_them(tmp_path: Path) 
     assert [record.value for record in sent] == [b"fixed", b"v0"]
     assert dict(sent[0].headers)["x-replay-of"] == b"headrace.requests/0/5"
     assert dict(sent[0].headers)["x-replay-letter"] == b"headrace.dead-letters/1/1"
+
+
+async def test_dead_letter_on_which_redrive_transform_fails_is_named(tmp_path: Path) -> None:
+    """One of thousands may have a value that the function cannot read."""
+    settings = serving(tmp_path, "headrace", 4096)
+    script = tmp_path / "fix.py"
+    script.write_text(
+        "def transform(record):\n    return record if record.value == b'v0' else 1 / 0\n"
+    )
+
+    async with MemoryLog() as log:
+        await _letters(log, tmp_path, *[letter_headers("headrace.requests", 0, 5)] * 2)
+        job = RedriveJob(transform=load_transform(script))
+        with pytest.raises(ConfigurationError, match=r"^headrace.dead-letters/1/1: .*ZeroDivision"):
+            await Redrive(log, settings, job).run()
 
 
 async def test_limited_redrive_passes_over_letters_that_transform_leaves(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from headrace.client.rpc import topic_partitions
 from headrace.config import Settings
 from headrace.delivery.acked_offsets import AckedOffsets
-from headrace.errors import Rejected, Retriable
+from headrace.errors import ConfigurationError, Rejected, Retriable
 from headrace.log.errors import LogUnavailable, OffsetOutOfRange
 from headrace.log.partitioner import partition_for_key
 from headrace.log.port import (
@@ -392,7 +392,10 @@ class Redrive:
         outgoing = []
         for each in chunk:
             record, dropped = copy_of(each.dead_letter, now_ms)
-            changed = record if transform is None else transform(record)
+            try:
+                changed = record if transform is None else transform(record)
+            except ConfigurationError as error:
+                raise ConfigurationError(f"{each.dead_letter.identity}: {error}") from error
             if changed is None:
                 self.tally.left += 1
                 continue
