@@ -381,6 +381,7 @@ def _reports(reports: Mapping[str, ProcessReport]) -> dict[str, dict[str, Any]]:
             **report._asdict(),
             "unready": [each.line for each in report.unready],
             "memory_bytes": {version: {**taken} for version, taken in report.memory_bytes.items()},
+            "stages": [*report.stages],
         }
         for name, report in sorted(reports.items())
     }
@@ -418,8 +419,9 @@ def _process_lines(name: str, report: dict[str, Any], generation: int) -> list[s
     behind = "" if report["generation"] >= generation else f", behind {generation}"
     if not report["is_following"]:
         behind = ", follows no changes until it is started again"
+    stages = f" ({', '.join(report['stages'])})" if report["stages"] else ""
     return [
-        f"process {name}: generation {report['generation']}{behind}",
+        f"process {name}{stages}: generation {report['generation']}{behind}",
         f"  ready: {', '.join(report['ready']) or 'none'}",
         *(
             f"  memory of {version}: {_describe_memory(taken)}"

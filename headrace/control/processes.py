@@ -26,6 +26,7 @@ class ProcessReport(NamedTuple):
         unready: wanted versions that are not.
         memory_bytes: measured memory of ready versions, by `name/version` and device.
         is_following: False if it has stopped following.
+        stages: those that it has.
     """
 
     generation: int
@@ -33,6 +34,7 @@ class ProcessReport(NamedTuple):
     unready: tuple[UnreadyVersion, ...]
     memory_bytes: Mapping[str, Mapping[str, int]] = MappingProxyType({})
     is_following: bool = True
+    stages: tuple[str, ...] = ()
 
     def has_followed(
         self, generation: int, awaited: Collection[tuple[str, str]] | None = None
@@ -120,8 +122,14 @@ class Processes:
             if model.memory_bytes
         }
         unready = tuple(event.unready_versions())
-        report = ProcessReport(event.generation, ready, unready, memory_bytes, event.is_following)
-        self.reports[event.executor] = report
+        self.reports[event.executor] = ProcessReport(
+            event.generation,
+            ready,
+            unready,
+            memory_bytes,
+            event.is_following,
+            tuple(event.stages),
+        )
         self._heard_s[event.executor] = now_s
 
 

@@ -295,6 +295,19 @@ def test_wait_ends_once_version_has_failed_in_last_process(
     assert list(topic.announcements) == [LOADING]
 
 
+def test_processes_of_stages_apart_are_shown_with_their_stages(
+    wait_for: Call, topic: KeptTopic
+) -> None:
+    """Their names do not tell which of them is the executor, or that there is none."""
+    apart = replace(announced("b", 4), stages=["batcher", "executor"])
+    topic.announcements.append([replace(announced("a", 4), stages=["ingest"]), apart])
+    shown = wait_for("load", "digits", "4").stdout.splitlines()
+    assert shown[-4:-1:2] == [
+        "process a (ingest): generation 4",
+        "process b (batcher, executor): generation 4",
+    ]
+
+
 def test_wait_ends_once_process_follows_no_more(wait_for: Call, topic: KeptTopic) -> None:
     """It would announce the same until it is started again."""
     stopped = replace(announced("b", 7), is_following=False)
