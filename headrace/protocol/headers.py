@@ -452,6 +452,11 @@ def begins_as_json(value: bytes | memoryview | None) -> bool:
     return value is not None and bytes(value[:_LOOKED_AT_BYTES]).lstrip()[:1] == b"{"
 
 
+def begins_as_map(value: bytes | memoryview) -> bool:
+    """Return True if a value begins as a MessagePack map does."""
+    return value[0] >> 4 == 0x8 or value[0] in (0xDE, 0xDF)
+
+
 def error_content_type(request: Request) -> str:
     """Return the content type of the error answer to a request.
 

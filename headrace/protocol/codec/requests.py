@@ -19,7 +19,7 @@ from headrace.protocol.codec import faults
 from headrace.protocol.codec.faults import DECODE_ERRORS, refusal
 from headrace.protocol.codec.json_data import ENCODING, data_to_bytes, text_to_bytes
 from headrace.protocol.compression import decompress
-from headrace.protocol.headers import JSON, MSGPACK_TYPES, begins_as_json
+from headrace.protocol.headers import JSON, MSGPACK_TYPES, begins_as_json, begins_as_map
 from headrace.protocol.messages import (
     MAX_INPUTS,
     MAX_OUTPUTS,
@@ -174,7 +174,11 @@ def _from_msgpack(value: bytes | memoryview, content_type: str) -> InferenceRequ
                 expected=f"{JSON} for a value that begins with {{",
                 got=content_type or "none, which means MessagePack",
             ) from error
-        raise refusal(error, value, faults.MSGPACK) from error
+        refused = refusal(error, value, faults.MSGPACK)
+        if not content_type and value and not begins_as_map(value):
+            text = f"{refused.message}; without content-type a value is MessagePack"
+            raise Rejected(refused.code, text) from error
+        raise refused from error
     for tensor, where in zip(request.inputs, _PLACES, strict=False):
         check_tensor(tensor.datatype, tensor.shape, tensor.data, where)
     return request

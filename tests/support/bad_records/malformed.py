@@ -47,7 +47,7 @@ def malformed_msgpack() -> Iterator[BadRecord]:
         refused("a field's name that is no string", b"\x81\x01\x02", "value (a key)"),
         refused("a model's name that is not UTF-8", b"\x81\xaamodel_name\xa2\xff\xfe", "UTF-8"),
         refused("Avro's first bytes", b"\x00\x00\x00\x00\x01digits", "value: "),
-        refused("text", b"hello, world", "value: "),
+        refused("text", b"hello, world", "without content-type a value is MessagePack"),
         refused("JSON without its header", as_json(), "header content-type: "),
         refused("gzip", b"\x1f\x8b\x08\x00\x00\x00\x00\x00", "value: "),
     )
