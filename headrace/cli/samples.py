@@ -38,7 +38,7 @@ async def check_samples(
         settings: bound what user code may take.
     """
     postprocessor = _make_postprocessor(version, settings)
-    paths = sorted(each for each in (version.directory / SAMPLES).glob("*") if each.is_file())
+    paths = sorted(each for each in (version.directory / SAMPLES).glob("[!.]*") if each.is_file())
     with closing(postprocessor) if postprocessor is not None else nullcontext():
         for count, path in enumerate(paths):
             try:

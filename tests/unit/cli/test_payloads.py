@@ -98,9 +98,10 @@ def test_explain_without_file_is_wrong_usage(
 
 
 def test_check_counts_samples_that_become_inputs(version: Path, call: Call) -> None:
-    """Each file of the directory, by its name's content type."""
+    """Each file of the directory, by its name's content type; none that is hidden."""
     payload(version / "samples", "a.json", '{"first": 1}')
     payload(version / "samples", "b.csv", "1\n2\n")
+    payload(version / "samples", ".DS_Store", "of a file manager")
     result = call("models", "check")
 
     assert result.exit_code == Exit.DONE
