@@ -431,7 +431,7 @@ class DynamicBatcher:
     ) -> Batch | None:
         # First, because it depends on everything that waits, and on the backlog at the last close.
         size = choose_size(queue, group, now_us, demand)
-        overtakes = queue.overtakes(group)
+        overtakes = demand.close_at_us > now_us and queue.overtakes(group)
         builder = BatchBuilder(queue, group, size, now_us, now_us + self.wall_ahead_us)
         built = builder.build(self._partial_reason(group, demand))
         self.ended += built.ended

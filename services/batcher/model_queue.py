@@ -109,7 +109,8 @@ class ModelQueue:
         rows: their rows together.
         rate: how fast the queue shrinks.
         fair_queue: the rows that each tenant has been served.
-        has_overtaken: whether the last batch went before the group whose turn it was.
+        has_overtaken: whether the last batch went, at a busy instance, before the group whose turn
+            it was.
     """
 
     def __init__(self, limits: BatchLimits, tuning: BatcherTuning = TUNING.batcher) -> None:
